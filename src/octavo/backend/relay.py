@@ -1,0 +1,53 @@
+"""Device-side memory between steps, indexed by ledger row: what step N+1 needs of step N before the host has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+def upload(values: np.ndarray | list[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Host numbers to the device without waiting for it (pinned staging on CUDA)."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    if device.type == "cuda" and torch.cuda.is_available():
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Relay:
+    """seq_lens [rows] KV slots committed as the device knows it; last_tokens [rows] newest token, without KV."""
+
+    seq_lens: torch.Tensor
+    last_tokens: torch.Tensor
+
+    @classmethod
+    def create(cls, max_rows: int, device: torch.device) -> Relay:
+        zeros = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        return cls(zeros, zeros.clone())
+
+    def store(self, rows: torch.Tensor, seq_lens: torch.Tensor, last_tokens: torch.Tensor | None) -> None:
+        """After a forward: new lengths, and the newest tokens where the step sampled any."""
+        self.seq_lens.index_copy_(0, rows, seq_lens)
+        if last_tokens is not None:
+            self.last_tokens.index_copy_(0, rows, last_tokens)
+
+
+class TableProjection:
+    """The device copies of the ledger's page tables. Written from the ledger's updates, never read back."""
+
+    def __init__(self, tables: dict[str, torch.Tensor]) -> None:
+        self.tables = tables
+
+    def apply(self, pool: str, rows: np.ndarray, cols: np.ndarray, pages: np.ndarray) -> None:
+        if len(rows) == 0:
+            return
+        table = self.tables[pool]
+        device = table.device
+        table.index_put_(
+            (upload(rows, device), upload(cols, device)), upload(pages, device, torch.int32), accumulate=False
+        )

@@ -1,0 +1,148 @@
+"""A request (one choice of one call) and the moves its state may make."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from octavo.errors import OctavoError
+from octavo.params import SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the queue, holds no row (also after a retraction)
+    PREFILL = "prefill"  # holds a row, part of its known tokens has no KV yet
+    DECODE = "decode"  # every known token but the newest has KV, or that is in flight
+    FINISHED = "finished"
+
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.PREFILL, State.FINISHED}),
+    State.PREFILL: frozenset({State.DECODE, State.WAITING, State.FINISHED}),
+    State.DECODE: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class IllegalMove(OctavoError):
+    """A request was asked to make a move its state does not allow: a fault of the engine, never of a user."""
+
+    code = "illegal_request_move"
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What a caller hands in: one prompt, `params.n` choices."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float = field(default_factory=time.monotonic)
+    priority: int = 0  # smaller runs earlier
+
+
+class Request:
+    """One choice while it is in the engine. `tokens` is prompt + output; KV exists for a prefix of it."""
+
+    __slots__ = (
+        "arrival_s",
+        "cached_tokens",
+        "call_id",
+        "choice",
+        "draft_accepted",
+        "draft_proposed",
+        "draft_steps",
+        "finish_reason",
+        "first_token_s",
+        "generation",
+        "grammar",
+        "inflight_outputs",
+        "inflight_steps",
+        "last_token_s",
+        "launched_tokens",
+        "max_tokens",
+        "namespace",
+        "output",
+        "params",
+        "prefill_target",
+        "preemptions",
+        "priority",
+        "prompt_tokens",
+        "row",
+        "scheduled_s",
+        "seed",
+        "sequence",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, call: EngineRequest, choice: int, *, max_tokens: int, seed: int, sequence: int) -> None:
+        self.call_id = call.request_id
+        self.choice = choice
+        self.params = call.params
+        self.priority = call.priority
+        self.arrival_s = call.arrival_s
+        self.sequence = sequence  # order of arrival, breaks ties
+        self.tokens: list[int] = list(call.prompt_token_ids)
+        self.prompt_tokens = len(self.tokens)
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.state = State.WAITING
+        self.row = -1
+        self.generation = -1
+        self.launched_tokens = 0  # tokens whose KV is written or in flight, during prefill
+        self.prefill_target = len(self.tokens)
+        self.inflight_steps = 0
+        self.inflight_outputs = 0  # output tokens that steps in flight are sure to add
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.finish_reason: str | None = None
+        self.draft_steps = 0
+        self.draft_proposed = 0
+        self.draft_accepted = 0
+        self.output: object = None  # engine.output state, set by the core
+        self.grammar: object = None  # engine.grammar matcher, or None
+        self.namespace: str | None = None
+
+    def move(self, state: State) -> None:
+        if state not in LEGAL_MOVES[self.state]:
+            raise IllegalMove(f"request {self.call_id}/{self.choice}: {self.state.value} -> {state.value}")
+        self.state = state
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Output tokens still wanted beyond those that steps in flight are sure to add."""
+        return self.max_tokens - self.num_outputs - self.inflight_outputs
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """First come first served within a priority."""
+        return (self.priority, self.arrival_s, self.sequence)
+
+    @property
+    def active(self) -> bool:
+        return self.state in (State.PREFILL, State.DECODE)
+
+    def attach(self, row: int, generation: int, cached_tokens: int) -> None:
+        """The ledger gave the request a row; `cached_tokens` of its known tokens have KV already."""
+        self.move(State.PREFILL)
+        self.row, self.generation = row, generation
+        self.launched_tokens = cached_tokens
+        self.prefill_target = len(self.tokens)
+        if self.preemptions == 0:
+            self.cached_tokens = cached_tokens
+
+    def detach(self, state: State) -> None:
+        """The row is given back (release): to the queue after a retraction, or finished."""
+        self.move(state)
+        self.row = self.generation = -1
+        self.launched_tokens = 0
+        self.inflight_outputs = 0

@@ -1,0 +1,229 @@
+"""Continuous batching on exact books: what runs in the next step, decided from host state alone.
+
+One call of `plan` does, in this order:
+  1. decode rows: one vectorised ledger call raises the watermark of all of them, all or nothing (law 11)
+  2. prefill chunks of admitted requests, first come first served, under the token budget
+  3. admission of waiting requests: prefix match, budget in pages of each pool, first chunk
+
+When pages are short the ledger itself drops unlocked cached pages. If that is not enough, the step in flight is
+settled first (it may finish requests), and only then are requests retracted: fewest outputs first. They requeue
+with their tokens and lose nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.engine.request import Request, State
+from octavo.errors import NeverFits, OutOfPages
+from octavo.kv.ledger import Ledger
+from octavo.kv.pool import OutOfRows
+from octavo.kv.sizing import DecodeReserve
+from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step. `max_batched_tokens` counts drafted, decoded and prefilled tokens together."""
+
+    max_running: int
+    max_batched_tokens: int
+    context_tokens: int
+    max_draft_tokens: int
+    reserve: DecodeReserve
+    settle_first: bool = False  # the drafter looks at host tokens (n-gram): rows are settled before they are planned
+
+
+class SettleFirst(Exception):
+    """The plan needs the result of the step in flight: settle it and plan again."""
+
+
+class Scheduler:
+    """Owns the queue and the running set; the ledger owns every length."""
+
+    def __init__(self, config: SchedulerConfig, ledger: Ledger, on_fail: Callable[[Request, Exception], None]) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.waiting: list[Request] = []  # sorted by Request.order
+        self.running: list[Request] = []  # rows held, in order of admission
+        self.preemptions = 0
+        self._on_fail = on_fail
+        self._started: deque[Request] = deque()  # admitted since the last launch: the core prepares their rows
+
+    # -- queue ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that was aborted or finished."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def take_started(self) -> list[Request]:
+        started = list(self._started)
+        self._started.clear()
+        return started
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def plan(self, draft_tokens: int, *, inflight: bool) -> StepPlan | None:
+        """The next step, or None if nothing can run now.
+
+        Raises SettleFirst when a step is in flight and its result is needed to find pages or rows.
+        """
+        while True:
+            decodes = self._decode_rows(draft_tokens)
+            try:
+                if decodes:
+                    rows = np.fromiter((d.row for d in decodes), dtype=np.int64, count=len(decodes))
+                    self.ledger.plan_decode(rows, self.config.reserve)
+                break
+            except OutOfPages as short:
+                if inflight:
+                    raise SettleFirst from short
+                self._retract_one(short)
+        draft = min(draft_tokens, max((d.draft_limit for d in decodes), default=0))
+        budget = self.config.max_batched_tokens - len(decodes) * (1 + draft)
+        prefills = self._prefill_chunks(budget)
+        if not decodes and not prefills:
+            return self._nothing_planned(draft_tokens, inflight)
+        return StepPlan(tuple(decodes), tuple(prefills), draft, self._max_kv_tokens(decodes, prefills))
+
+    def _decode_rows(self, draft_tokens: int) -> list[DecodeRow]:
+        context = self.config.context_tokens
+        rows: list[DecodeRow] = []
+        for request in self.running:
+            if request.state is not State.DECODE or request.remaining_tokens <= 0:
+                continue
+            if request.inflight_steps and (self.config.settle_first or request.grammar is not None):
+                continue
+            room = context - len(request.tokens) - request.inflight_outputs
+            limit = max(0, min(draft_tokens, request.remaining_tokens - 1, room))
+            rows.append(DecodeRow(request, request.row, request.generation, limit))
+        return rows
+
+    def _prefill_chunks(self, budget_tokens: int) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        for request in self.running:
+            if request.state is State.PREFILL and budget_tokens > 0:
+                chunk = self._next_chunk(request, budget_tokens)
+                if chunk is None:
+                    return chunks
+                chunks.append(chunk)
+                budget_tokens -= chunk.num_tokens
+        while budget_tokens > 0 and self.waiting and len(self.running) < self.config.max_running:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            chunk = self._next_chunk(request, budget_tokens)
+            if chunk is None:
+                self._give_back(request, publish=False)
+                break
+            chunks.append(chunk)
+            budget_tokens -= chunk.num_tokens
+        return chunks
+
+    def _next_chunk(self, request: Request, budget_tokens: int) -> PrefillChunk | None:
+        """Pages for the request's next chunk, or None if the pools are short now."""
+        start = request.launched_tokens
+        end = min(request.prefill_target, start + budget_tokens)
+        try:
+            self.ledger.extend(request.row, end)
+        except OutOfPages:
+            return None
+        return PrefillChunk(request, request.row, request.generation, start, end, end == request.prefill_target)
+
+    def _admit(self, request: Request) -> bool:
+        """Give the head of the queue a row if its whole prompt and the prompts being computed fit."""
+        needed = {pool: 0 for pool in self.ledger.pools}
+        for other in self.running:
+            if other.state is State.PREFILL:
+                self._add_need(needed, other.prefill_target, other.row)
+        self._add_need(needed, len(request.tokens), None)
+        decoding = sum(1 for r in self.running if r.state is State.DECODE)
+        for pool, pages in needed.items():
+            # one page of growth for each decoding row: admitting somebody only to retract them helps nobody
+            if self.running and pages + decoding > self.ledger.available(pool):
+                return False
+        try:
+            admission = self.ledger.admit(request.tokens, namespace=request.namespace)
+        except (OutOfRows, OutOfPages):
+            return False
+        self.waiting.pop(0)
+        request.attach(admission.row, admission.generation, admission.cached_tokens)
+        if request.scheduled_s is None:
+            request.scheduled_s = time.monotonic()
+        self.running.append(request)
+        self._started.append(request)
+        return True
+
+    def _add_need(self, needed: dict[str, int], tokens: int, row: int | None) -> None:
+        for pool, pages in self.ledger.pages_needed_to_admit(tokens, self.config.reserve, row=row).items():
+            needed[pool] += pages
+
+    def _max_kv_tokens(self, decodes: list[DecodeRow], prefills: list[PrefillChunk]) -> int:
+        """Upper bound of every slot the step touches: what is allocated is what may be written (law 9)."""
+        rows = [d.row for d in decodes]
+        longest = int(self.ledger.allocated[rows].max()) if rows else 0
+        return max(longest, max((c.end for c in prefills), default=0))
+
+    # -- pressure ------------------------------------------------------------------------------------------------
+
+    def _nothing_planned(self, draft_tokens: int, inflight: bool) -> StepPlan | None:
+        """Nobody could move: fine if something is in flight or nobody is here, else make room and try again."""
+        if inflight:
+            return None
+        stuck = [r for r in self.running if r.state is State.PREFILL]
+        if stuck:
+            self._retract_one(OutOfPages("full", 1, self.ledger.available("full")))
+            return self.plan(draft_tokens, inflight=False)
+        if self.waiting and not self.running:
+            # an idle engine that cannot admit its head of queue never will
+            request = self.waiting.pop(0)
+            self._on_fail(request, NeverFits(f"request {request.call_id}: {len(request.tokens)} tokens do not fit"))
+            return self.plan(draft_tokens, inflight=False)
+        return None
+
+    def _retract_one(self, short: OutOfPages) -> None:
+        """Take the pages of the active request with the fewest outputs (ties: the latest to arrive)."""
+        active = [r for r in self.running if r.active]
+        if len(active) == 1:
+            request = active[0]
+            self.running.remove(request)
+            self._on_fail(
+                request,
+                NeverFits(
+                    f"request {request.call_id} has {len(request.tokens)} tokens and cannot grow: {short};"
+                    " raise --num-pages or --kv-memory, or lower max_tokens"
+                ),
+            )
+            return
+        oldest = min(active, key=lambda r: r.order)  # always spared: somebody makes progress
+        victim = min(
+            (r for r in active if r is not oldest), key=lambda r: (r.num_outputs, tuple(-x for x in r.order))
+        )
+        self._give_back(victim, publish=True)
+        victim.preemptions += 1
+        self.preemptions += 1
+
+    def _give_back(self, request: Request, *, publish: bool) -> None:
+        known = request.tokens if publish else None
+        self.ledger.release(request.row, known)
+        self.running.remove(request)
+        if request in self._started:
+            self._started.remove(request)
+        request.detach(State.WAITING)
+        self.enqueue(request)
