@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.ops.meta import KVView
 from octavo.spec.verify import accept, ancestor_mask, chain_mask, chain_parents, compact_kv, path_tokens
+from tests.fake_cuda import fake_cuda
 
 
 def random_tree(rng: random.Random, m: int) -> list[int]:
@@ -133,8 +133,7 @@ def test_compaction_moves_the_accepted_slots_of_every_layer(page_size: int) -> N
 
 
 def test_everything_runs_without_a_host_read_on_a_fake_cuda_device() -> None:
-    with FakeTensorMode():
-        device = torch.device("cuda")
+    with fake_cuda() as device:
         tokens = torch.zeros(2, 5, dtype=torch.int64, device=device)
         parents = torch.zeros(2, 5, dtype=torch.int64, device=device)
         sampled = torch.zeros(2, 6, dtype=torch.int64, device=device)
