@@ -1,0 +1,227 @@
+"""State of the ledger and the moves its entries share. Nothing outside `octavo.kv` changes what is kept here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import numpy as np
+
+from octavo.errors import LawViolation, OutOfPages
+from octavo.kv.books import LedgerConfig, OutOfRows, RowState, Table, read_only
+from octavo.kv.inflight import Aside, InFlight
+from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages
+from octavo.kv.policy import EvictPolicy, LeastRecentlyUsed
+from octavo.kv.pool import PagePool, PageState
+from octavo.kv.prefix import Match, Node, PrefixTree
+
+
+class LedgerBase:
+    """Arrays over rows, two pools, two tables, the prefix tree, operations in flight."""
+
+    def __init__(self, config: LedgerConfig, *, evict_policy: EvictPolicy | None = None, trace: Any = None) -> None:
+        self.config = config
+        self.page_size = p = config.page_size
+        self._shift = p.bit_length() - 1
+        self.width_pages = config.width_pages
+        self.width_tokens = self.width_pages * p
+        rows = config.max_rows
+        self._committed, self._known, self._allocated = (np.zeros(rows, np.int64) for _ in range(3))
+        self._protected, self._evicted, self._fill = (np.zeros(rows, np.int64) for _ in range(3))
+        self._generation = np.ones(rows, np.int64)
+        self._state = np.zeros(rows, np.uint8)
+        self._plannable = np.zeros(rows, np.bool_)  # state == ACTIVE
+        self._node: list[Node | None] = [None] * rows  # where a row's locked path ends
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self.full_pool: PagePool[FullPages] = PagePool("full", config.full_pages)
+        self.swa_pool: PagePool[SwaPages] | None = PagePool("swa", config.swa_pages) if config.swa_pages else None
+        self._full = Table(rows, self.width_pages)
+        self._swa = Table(rows, self.width_pages) if self.swa_pool else None
+        policy = evict_policy or LeastRecentlyUsed()
+        self.tree = PrefixTree(
+            p, self.full_pool, self.swa_pool, config.window_tokens, config.key_mode == "pair", policy
+        )
+        self.inflight = InFlight(rows)
+        self._leases: dict[tuple[int, int], tuple[Int32Array, Int32Array]] = {}
+        self.trace = trace
+        self.stats = {"queried_tokens": 0, "hit_tokens": 0, "remapped_pages": 0, "stale_commits": 0, "violations": 0}
+
+    # --- what others may read ----------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> Int64Array:
+        return cast(Int64Array, read_only(self._committed))
+
+    @property
+    def known(self) -> Int64Array:
+        """`committed`, or the end of the prefill chunk in flight."""
+        return cast(Int64Array, read_only(self._known))
+
+    @property
+    def allocated(self) -> Int64Array:
+        return cast(Int64Array, read_only(self._allocated))
+
+    @property
+    def protected(self) -> Int64Array:
+        return cast(Int64Array, read_only(self._protected))
+
+    @property
+    def evicted(self) -> Int64Array:
+        return cast(Int64Array, read_only(self._evicted))
+
+    @property
+    def fill(self) -> Int64Array:
+        return cast(Int64Array, read_only(self._fill))
+
+    @property
+    def generation(self) -> Int64Array:
+        return cast(Int64Array, read_only(self._generation))
+
+    @property
+    def row_state(self) -> Any:
+        """uint8 [max_rows], values of `RowState`."""
+        return read_only(self._state)
+
+    @property
+    def full_table(self) -> Int32Array:
+        """int32 [max_rows, width_pages]; -1: no page."""
+        return cast(Int32Array, read_only(self._full.cells))
+
+    @property
+    def swa_table(self) -> Int32Array | None:
+        """The same for the SWA pool; None without sliding layers. -1 below a row's floor."""
+        return cast(Int32Array, read_only(self._swa.cells)) if self._swa else None
+
+    def take_table_updates(self, pool: str) -> tuple[Int64Array, Int64Array, Int32Array]:
+        """(rows, columns, pages) that a device copy of the table of `pool` ("full" or "swa") lacks."""
+        table = self._full if pool == "full" else self._swa
+        if table is None:
+            none = np.empty(0, np.int64)
+            return none, none, np.empty(0, np.int32)
+        return table.take_updates()
+
+    def live_rows(self) -> Int64Array:
+        """Rows that hold anything."""
+        return np.flatnonzero(self._state)
+
+    def free_pages(self, pool: str) -> int:
+        return self._pool(pool).free
+
+    def available(self, pool: str) -> int:
+        """Pages a plan could get now: free ones and unlocked cached ones. Of this pool only."""
+        if pool == "full":
+            return self.full_pool.free + self.tree.evictable_full
+        return self._pool(pool).free + self.tree.evictable_swa
+
+    def _pool(self, pool: str) -> PagePool[Any]:
+        if pool == "full":
+            return self.full_pool
+        if pool == "swa" and self.swa_pool is not None:
+            return self.swa_pool
+        raise ValueError(f"no pool {pool!r}")
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def _broken(self, law: int, message: str, row: int | None = None, **numbers: object) -> LawViolation:
+        """A law would break: count it. To be raised by the caller."""
+        self.stats["violations"] += 1
+        return LawViolation(law, message, row=row, **numbers)
+
+    def _require(self, row: int, state: RowState, entry: str) -> None:
+        now = RowState(int(self._state[row]))
+        if now != state:
+            raise self._broken(2, f"{entry} of a row that is {now.name.lower()}", row, expected=state.name.lower())
+
+    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: RowState) -> int:
+        """Give out a row, lock the match for it and map its pages. The caller has checked that there is a row."""
+        row = self._free_rows.pop()
+        self._node[row] = self.tree.take(match, namespace, min(floor_page, match.pages))
+        cached = match.pages << self._shift
+        self._full.write(row, 0, match.pages, match.full)
+        if self._swa is not None:
+            self._swa.write(row, floor_page, match.pages, match.swa[floor_page:])
+        self._committed[row] = self._known[row] = self._allocated[row] = self._protected[row] = cached
+        self._evicted[row] = floor_page << self._shift if self._swa is not None else 0
+        self._state[row] = state
+        self._plannable[row] = state == RowState.ACTIVE
+        return row
+
+    def _check_row_free(self) -> None:
+        if not self._free_rows:
+            raise OutOfRows(self.config.max_rows)
+
+    def _close_row(self, row: int) -> None:
+        """Free what a row owns, unlock what it shares, forget it. Nothing names it any more."""
+        full, swa, shared_swa = self._pages_of(row)
+        self.full_pool.give_back(cast(FullPages, full), PageState.HELD)
+        if self.swa_pool is not None and self._swa is not None:
+            self.swa_pool.give_back(cast(SwaPages, swa), PageState.HELD)
+            self.tree.unlock_swa(shared_swa)
+            self._swa.write(row, int(self._evicted[row]) >> self._shift, self.width_of(row), NO_PAGE)
+        self._full.write(row, 0, self.width_of(row), NO_PAGE)
+        self.tree.unlock_path(self._node[row])
+        self._node[row] = None
+        for lengths in (self._committed, self._known, self._allocated, self._protected, self._evicted, self._fill):
+            lengths[row] = 0
+        self._state[row] = RowState.FREE
+        self._free_rows.append(row)
+
+    def width_of(self, row: int) -> int:
+        """Pages of the row up to its watermark."""
+        return int(self._allocated[row]) >> self._shift
+
+    def _pages_of(self, row: int) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """A row's (own full pages, own SWA pages, SWA pages of the tree that it has locked)."""
+        protected, end = int(self._protected[row]) >> self._shift, self.width_of(row)
+        full = self._full.cells[row, protected:end]
+        if self._swa is None:
+            none = np.empty(0, np.int32)
+            return full, none, none
+        floor = int(self._evicted[row]) >> self._shift
+        shared = self._swa.cells[row, floor:protected]
+        return full, self._swa.cells[row, max(floor, protected) : end], shared
+
+    # --- pages -------------------------------------------------------------------------------------------------
+
+    def _make_room(self, full: int, swa: int) -> None:
+        """See that so many pages are free, evicting cached ones. Raises `OutOfPages`, then nothing has changed."""
+        have = self.full_pool.free + self.tree.evictable_full
+        if full > have:
+            raise OutOfPages("full", full, have)
+        if self.swa_pool is not None:
+            have = self.swa_pool.free + self.tree.evictable_swa
+            if swa > have:
+                raise OutOfPages("swa", swa, have)
+        if full > self.full_pool.free:
+            self.tree.evict_full(full - self.full_pool.free)
+        if self.swa_pool is not None and swa > self.swa_pool.free:
+            self.tree.evict_swa(swa - self.swa_pool.free)
+
+    def _grow(self, row: int, allocated_tokens: int) -> None:
+        """Raise one row's watermark; both pools (law 11)."""
+        first, last = self.width_of(row), allocated_tokens >> self._shift
+        if last <= first:
+            return
+        if last > self.width_pages:
+            raise self._broken(10, "row is too narrow", row, pages=last, width_pages=self.width_pages)
+        self._make_room(last - first, last - first)
+        self._full.write(row, first, last, self.full_pool.take(last - first))
+        if self.swa_pool is not None and self._swa is not None:
+            self._swa.write(row, first, last, self.swa_pool.take(last - first))
+        self._allocated[row] = allocated_tokens
+
+    def _free_or_set_aside(self, row: int, full: Int32Array, swa: Int32Array) -> None:
+        """Pages that a row has just lost: freed now, or when the operations naming the row have drained."""
+        if self.inflight.per_row[row]:
+            self.inflight.set_aside(row, full=full, swa=swa)
+            return
+        self.full_pool.give_back(cast(FullPages, full), PageState.HELD)
+        if self.swa_pool is not None:
+            self.swa_pool.give_back(cast(SwaPages, swa), PageState.HELD)
+
+    def _settle_aside(self, entries: Iterable[Aside]) -> None:
+        for entry in entries:
+            self.full_pool.give_back(cast(FullPages, entry.full), PageState.HELD)
+            if self.swa_pool is not None:
+                self.swa_pool.give_back(cast(SwaPages, entry.swa), PageState.HELD)
+                self.tree.unlock_swa(entry.swa_unlock)
