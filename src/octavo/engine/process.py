@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from octavo.engine import messages as m
+from octavo.engine.handshake import describe, pack_tokenizer
 from octavo.errors import OctavoError
 
 BEAT_INTERVAL_S = 0.5
@@ -111,7 +112,7 @@ def delta_of(output: Any) -> m.ChoiceDelta:
         stop_reason=output.stop_reason,
         prompt_tokens=output.prompt_tokens,
         cached_tokens=output.cached_tokens,
-        metrics=None if output.metrics is None else builtins_of(output.metrics),
+        metrics=None if output.metrics is None else output.metrics.to_dict(),
         error=None if output.error is None else m.ErrorInfo.of(output.error),
     )
 
@@ -233,7 +234,8 @@ def _serve(boot: Boot, wake: int) -> int:
     heart.start()
     try:
         core = _load_core(boot)
-        events.send(m.encoder.encode(ready_of(core)))
+        ready = m.Ready(builtins_of(describe(core)), pack_tokenizer(core.tokenizer))
+        events.send(m.encoder.encode(ready))
         EngineLoop(core, commands, events, heart, wake).run()
         core.close()  # checks the books: what it raises is reported like any other failure
         return 0

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from octavo.engine.grammar import Matcher
+from octavo.engine.output import RequestMetrics, RequestOutputState, TokenLogprob
 from octavo.errors import OctavoError
 from octavo.params import SamplingParams
 
@@ -42,6 +44,33 @@ class EngineRequest:
     priority: int = 0  # smaller runs earlier
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """What one step made known about one choice: new text and tokens, and at the end why it ended.
+
+    `text`, `token_ids`, `logprobs` are the new parts. `metrics` is there when `finished`; `error` when
+    `finish_reason` is "error".
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finished: bool
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    metrics: RequestMetrics | None = None
+    error: OctavoError | None = None
+
+    @property
+    def delta(self) -> str:
+        """The new text."""
+        return self.text
+
+
 class Request:
     """One choice while it is in the engine. `tokens` is prompt + output; KV exists for a prefix of it."""
 
@@ -50,16 +79,12 @@ class Request:
         "cached_tokens",
         "call_id",
         "choice",
-        "draft_accepted",
-        "draft_proposed",
-        "draft_steps",
         "finish_reason",
         "first_token_s",
         "generation",
         "grammar",
         "inflight_outputs",
         "inflight_steps",
-        "last_token_s",
         "launched_tokens",
         "max_tokens",
         "namespace",
@@ -99,13 +124,9 @@ class Request:
         self.preemptions = 0
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
         self.finish_reason: str | None = None
-        self.draft_steps = 0
-        self.draft_proposed = 0
-        self.draft_accepted = 0
-        self.output: object = None  # engine.output state, set by the core
-        self.grammar: object = None  # engine.grammar matcher, or None
+        self.output: RequestOutputState  # set by the core
+        self.grammar: Matcher | None = None
         self.namespace: str | None = None
 
     def move(self, state: State) -> None:

@@ -22,8 +22,8 @@ import numpy as np
 
 from octavo.engine.request import Request, State
 from octavo.errors import NeverFits, OutOfPages
+from octavo.kv.books import OutOfRows
 from octavo.kv.ledger import Ledger
-from octavo.kv.pool import OutOfRows
 from octavo.kv.sizing import DecodeReserve
 from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
 
@@ -35,7 +35,7 @@ class SchedulerConfig:
     max_running: int
     max_batched_tokens: int
     context_tokens: int
-    max_draft_tokens: int
+    prefill_chunk_tokens: int
     reserve: DecodeReserve
     settle_first: bool = False  # the drafter looks at host tokens (n-gram): rows are settled before they are planned
 
@@ -139,7 +139,7 @@ class Scheduler:
     def _next_chunk(self, request: Request, budget_tokens: int) -> PrefillChunk | None:
         """Pages for the request's next chunk, or None if the pools are short now."""
         start = request.launched_tokens
-        end = min(request.prefill_target, start + budget_tokens)
+        end = min(request.prefill_target, start + min(budget_tokens, self.config.prefill_chunk_tokens))
         try:
             self.ledger.extend(request.row, end)
         except OutOfPages:
@@ -148,11 +148,10 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give the head of the queue a row if its whole prompt and the prompts being computed fit."""
-        needed = {pool: 0 for pool in self.ledger.pools}
-        for other in self.running:
-            if other.state is State.PREFILL:
-                self._add_need(needed, other.prefill_target, other.row)
-        self._add_need(needed, len(request.tokens), None)
+        needed: dict[str, int] = {}
+        for tokens, held in [*self._prefilling(), (len(request.tokens), 0)]:
+            for pool, pages in self.ledger.pages_to_admit(tokens, self.config.reserve, cached_tokens=held).items():
+                needed[pool] = needed.get(pool, 0) + pages
         decoding = sum(1 for r in self.running if r.state is State.DECODE)
         for pool, pages in needed.items():
             # one page of growth for each decoding row: admitting somebody only to retract them helps nobody
@@ -170,9 +169,11 @@ class Scheduler:
         self._started.append(request)
         return True
 
-    def _add_need(self, needed: dict[str, int], tokens: int, row: int | None) -> None:
-        for pool, pages in self.ledger.pages_needed_to_admit(tokens, self.config.reserve, row=row).items():
-            needed[pool] += pages
+    def _prefilling(self) -> list[tuple[int, int]]:
+        """(tokens to compute, tokens that have pages) of the prompts being computed."""
+        return [
+            (r.prefill_target, int(self.ledger.allocated[r.row])) for r in self.running if r.state is State.PREFILL
+        ]
 
     def _max_kv_tokens(self, decodes: list[DecodeRow], prefills: list[PrefillChunk]) -> int:
         """Upper bound of every slot the step touches: what is allocated is what may be written (law 9)."""

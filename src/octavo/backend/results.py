@@ -1,0 +1,111 @@
+"""Results of a launched step on their way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from octavo.sched.batch import StepPlan
+
+if TYPE_CHECKING:
+    from octavo.backend.runner import Flat
+
+
+@dataclass(frozen=True)
+class HostLogprobs:
+    """Log-probabilities (nats) of m sampled nodes: chosen [m], the likeliest `top` ids and values [m, k]."""
+
+    chosen: np.ndarray
+    top_ids: np.ndarray
+    top_values: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One settled step, on the host.
+
+    tokens    per decode row: accepted drafted tokens and the bonus token
+    accepted  per decode row: how many of them were drafted
+    nodes     per decode row: flat node index of each token (into `logprobs`), None without logprobs
+    first     chunk index -> first sampled token of a finished prompt
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    drafted: tuple[int, ...]
+    nodes: list[list[int]] | None
+    logprobs: HostLogprobs | None
+    first: dict[int, int]
+    first_logprobs: HostLogprobs | None
+
+
+@dataclass
+class StepHandle:
+    """A launched step. `op` is the ledger's number for it (law 14)."""
+
+    plan: StepPlan
+    op: int = -1
+    started_s: float = 0.0
+    _decodes: tuple[Any, ...] | None = None
+    _prefills: tuple[Any, ...] | None = None
+    _copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    _event: Any = None
+    _lengths: tuple[int, ...] = ()
+    _final: list[int] = field(default_factory=list)
+
+    def keep_decodes(
+        self, tokens: torch.Tensor, counts: torch.Tensor, nodes: torch.Tensor, flat: Flat, logprobs: Any
+    ) -> None:
+        self._copies["run"] = torch.cat([counts[:, None], tokens], dim=1)
+        self._lengths = flat.lengths
+        if logprobs is not None:
+            self._copies["nodes"] = nodes
+            self._keep_logprobs("decode", logprobs)
+
+    def keep_prefills(self, final: list[int], sampled: torch.Tensor, logprobs: Any) -> None:
+        self._final = final
+        self._copies["first"] = sampled
+        if logprobs is not None:
+            self._keep_logprobs("prefill", logprobs)
+
+    def _keep_logprobs(self, name: str, logprobs: Any) -> None:
+        chosen, ids, values = logprobs
+        self._copies[name + ".chosen"], self._copies[name + ".ids"] = chosen, ids
+        self._copies[name + ".values"] = values
+
+    def send(self, device: torch.device) -> None:
+        """Start the copies to the host; nothing waits here."""
+        if device.type == "cuda" and torch.cuda.is_available():
+            self._copies = {k: v.to("cpu", non_blocking=True) for k, v in self._copies.items()}
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> StepResult:
+        """Block until the step is done and read it."""
+        if self._event is not None:
+            self._event.synchronize()
+        host = {k: v.numpy() for k, v in self._copies.items()}
+        tokens: list[list[int]] = []
+        accepted: list[int] = []
+        if "run" in host:
+            for line in host["run"].tolist():
+                accepted.append(line[0])
+                tokens.append(line[1 : 2 + line[0]])
+        nodes = self._flat_nodes(host["nodes"], accepted) if "nodes" in host else None
+        first = dict(zip(self._final, host["first"].tolist(), strict=True)) if "first" in host else {}
+        return StepResult(
+            tokens, accepted, self._lengths, nodes, _logprobs(host, "decode"), first, _logprobs(host, "prefill")
+        )
+
+    def _flat_nodes(self, nodes: np.ndarray, accepted: list[int]) -> list[list[int]]:
+        starts = np.concatenate([[0], np.cumsum([1 + n for n in self._lengths])])[:-1]
+        return [(starts[i] + nodes[i, : n + 1]).tolist() for i, n in enumerate(accepted)]
+
+
+def _logprobs(host: dict[str, np.ndarray], name: str) -> HostLogprobs | None:
+    if name + ".chosen" not in host:
+        return None
+    return HostLogprobs(host[name + ".chosen"], host[name + ".ids"], host[name + ".values"])

@@ -1,0 +1,357 @@
+"""Launches one planned step on the device: draft, one target forward, sample, accept, tell the relay.
+
+Everything between `launch` and `StepHandle.wait` is the launch path: it takes host numbers from the plan and device
+values from the relay, and never waits for the device. `wait` is the one place where results come to the host.
+
+Token order in the forward: decode rows first (root, then drafted columns), then prefill chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.backend.masks import draft_masks, first_masks, to_device
+from octavo.backend.relay import Relay, TableProjection, upload
+from octavo.backend.results import StepHandle
+from octavo.backend.sampler import Sampler
+from octavo.engine.request import Request
+from octavo.kv.ledger import Ledger
+from octavo.ops.meta import KVView, StepMeta
+from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
+from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch
+from octavo.spec.verify import accept, ancestor_mask, compact_kv, path_tokens
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Decode part of a forward: `padded` [D, 1+m] matrices cut to the real tokens.
+
+    `index` [nd] picks real tokens out of the flattened matrices (None: all are real); `lengths` are drafted
+    columns per row, on the host.
+    """
+
+    width: int
+    lengths: tuple[int, ...]
+    index: torch.Tensor | None
+
+    def cut(self, padded: torch.Tensor) -> torch.Tensor:
+        flat = padded.reshape(-1, *padded.shape[2:])
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+    def pad(self, flat: torch.Tensor) -> torch.Tensor:
+        """[nd, …] back to [D, 1+m, …]; padded places hold zeros and are never looked at."""
+        rows = len(self.lengths)
+        if self.index is None:
+            return flat.reshape(rows, self.width, *flat.shape[1:])
+        out = flat.new_zeros(rows * self.width, *flat.shape[1:])
+        out.index_copy_(0, self.index, flat)
+        return out.reshape(rows, self.width, *flat.shape[1:])
+
+
+class Runner:
+    """Binds a network, its KV tensors, a sampler and at most one drafter to the ledger's decisions."""
+
+    def __init__(
+        self,
+        network: Any,
+        kv: KVView,
+        sampler: Sampler,
+        drafter: Drafter | None,
+        ledger: Ledger,
+        *,
+        device: torch.device,
+        context_tokens: int,
+    ) -> None:
+        self.network, self.kv, self.sampler, self.drafter = network, kv, sampler, drafter
+        self.device = device
+        self.context_tokens = context_tokens
+        self._ledger = ledger
+        self.relay = Relay.create(ledger.config.max_rows, device)
+        tables = {"full": kv.full_table}
+        if kv.swa_table is not None:
+            tables["swa"] = kv.swa_table
+        self._projection = TableProjection(tables)
+        self._taps = drafter.taps if drafter is not None else ()
+        self._pools = tuple(name for name in ("full", "swa") if getattr(kv, name) is not None)
+
+    # -- life of a row -------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, ban_ids: Sequence[int]) -> None:
+        """A request got its row: everything per-row on the device is set anew."""
+        self.sampler.begin(request, ban_ids)
+        if self.drafter is not None:
+            self.drafter.begin(
+                DraftRequest(request.row, tuple(request.tokens), request.max_tokens, request.launched_tokens)
+            )
+
+    def end(self, row: int) -> None:
+        self.sampler.end(row)
+        if self.drafter is not None:
+            self.drafter.end(row)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run the plan; returns at once on an asynchronous device."""
+        for pool in self._projection.tables:
+            self._projection.apply(pool, *self._ledger.take_table_updates(pool))
+        handle = StepHandle(plan)
+        draft = self._propose(plan)
+        if draft is not None and draft.parents is not None and plan.prefills:
+            # a tree's ancestor masks speak about 64 slots; a prompt chunk may be longer, so it runs on its own
+            self._forward(handle, plan.decodes, (), draft, plan.max_kv_tokens)
+            self._forward(handle, (), plan.prefills, None, plan.max_kv_tokens)
+        else:
+            self._forward(handle, plan.decodes, plan.prefills, draft, plan.max_kv_tokens)
+        handle.send(self.device)
+        return handle
+
+    def _propose(self, plan: StepPlan) -> Draft | None:
+        if self.drafter is None or not plan.decodes or plan.draft_tokens == 0:
+            return None
+        host_rows = tuple(d.row for d in plan.decodes)
+        rows = upload(list(host_rows), self.device)
+        tokens = tuple(d.request.tokens for d in plan.decodes) if self.drafter.needs_host_tokens else None
+        draft = self.drafter.propose(
+            ProposeBatch(
+                rows=rows,
+                host_rows=host_rows,
+                seq_lens=self.relay.seq_lens.index_select(0, rows),
+                last_tokens=self.relay.last_tokens.index_select(0, rows),
+                draft_tokens=plan.draft_tokens,
+                host_limits=tuple(d.draft_limit for d in plan.decodes),
+                host_tokens=tokens,
+                kv=self.kv,
+                max_kv_tokens=plan.max_kv_tokens,
+            )
+        )
+        return draft if any(draft.lengths) else None
+
+    def _forward(
+        self,
+        handle: StepHandle,
+        decodes: tuple[DecodeRow, ...],
+        prefills: tuple[PrefillChunk, ...],
+        draft: Draft | None,
+        max_kv_tokens: int,
+    ) -> None:
+        flat = self._flat(len(decodes), draft)
+        rows = upload([d.row for d in decodes] + [c.row for c in prefills], self.device)
+        decode_rows = rows[: len(decodes)]
+        start = self.relay.seq_lens.index_select(0, decode_rows)
+        last = self.relay.last_tokens.index_select(0, decode_rows)
+        meta = self._meta(flat, rows, start, last, draft, decodes, prefills, max_kv_tokens)
+        hidden, taps = self.network.forward(meta, self.kv, self._taps)
+        count = len(flat.lengths) + sum(flat.lengths)
+        if decodes:
+            tap = taps[:count] if taps is not None else None
+            self._verify(handle, decodes, flat, draft, decode_rows, start, hidden[:count], tap)
+        if prefills:
+            self._prefill(handle, prefills, rows[len(decodes) :], hidden[count:],
+                          taps[count:] if taps is not None else None, max_kv_tokens)
+
+    def _flat(self, decode_rows: int, draft: Draft | None) -> Flat:
+        if draft is None:
+            return Flat(1, (0,) * decode_rows, None)
+        width = 1 + max(draft.lengths)
+        if min(draft.lengths) == width - 1:
+            return Flat(width, draft.lengths, None)
+        real = np.concatenate([np.arange(i * width, i * width + 1 + n) for i, n in enumerate(draft.lengths)])
+        return Flat(width, draft.lengths, upload(real, self.device))
+
+    def _meta(
+        self,
+        flat: Flat,
+        rows: torch.Tensor,
+        start: torch.Tensor,
+        last: torch.Tensor,
+        draft: Draft | None,
+        decodes: tuple[DecodeRow, ...],
+        prefills: tuple[PrefillChunk, ...],
+        max_kv_tokens: int,
+    ) -> StepMeta:
+        """Positions of decode rows come from the relay, those of prompt chunks from the plan."""
+        columns = torch.arange(flat.width, device=self.device)
+        slots = start[:, None] + columns
+        positions, tokens, mask = slots, last[:, None], None
+        if draft is not None:
+            drafted = flat.width - 1
+            tokens = torch.cat([tokens, draft.tokens[:, :drafted]], dim=1)
+            if draft.parents is not None and draft.depths is not None:
+                depths = torch.nn.functional.pad(draft.depths[:, :drafted], (1, 0))
+                positions = start[:, None] + depths
+                mask = flat.cut(ancestor_mask(draft.parents[:, :drafted]))
+        sizes = [1 + n for n in flat.lengths] + [c.num_tokens for c in prefills]
+        indptr = np.concatenate([[0], np.cumsum(sizes)])
+        seq = np.repeat(np.arange(len(sizes)), sizes)
+        ids = flat.cut(tokens), flat.cut(positions), flat.cut(slots)
+        if prefills:
+            known = np.concatenate([np.asarray(c.request.tokens[c.start : c.end], dtype=np.int64) for c in prefills])
+            at = upload(np.concatenate([np.arange(c.start, c.end) for c in prefills]), self.device)
+            chunk_ids = upload(known, self.device)
+            ids = (torch.cat([ids[0], chunk_ids]), torch.cat([ids[1], at]), torch.cat([ids[2], at]))
+            start = torch.cat([start, upload([c.start for c in prefills], self.device)])
+        return StepMeta(
+            token_ids=ids[0].contiguous(),
+            positions=ids[1].contiguous(),
+            write_slots=ids[2].contiguous(),
+            q_seq=upload(seq, self.device),
+            rows=rows,
+            kv_start=start,
+            mask=mask,
+            q_indptr=tuple(indptr.tolist()),
+            max_kv_tokens=max_kv_tokens,
+        )
+
+    # -- decode rows ---------------------------------------------------------------------------------------------
+
+    def _verify(
+        self,
+        handle: StepHandle,
+        decodes: tuple[DecodeRow, ...],
+        flat: Flat,
+        draft: Draft | None,
+        rows: torch.Tensor,
+        start: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor | None,
+    ) -> None:
+        """Sample at every node, keep the accepted run, bring relay, history and drafter up to date."""
+        host_rows = tuple(d.row for d in decodes)
+        node_rows = flat.cut(rows[:, None].expand(-1, flat.width))
+        if draft is None:
+            at, path = start + 1, None
+        else:
+            drafted = flat.width - 1
+            depths = torch.arange(flat.width, device=self.device).expand(len(decodes), -1)
+            tree = draft.parents is not None and draft.depths is not None
+            if draft.parents is not None and draft.depths is not None:
+                depths = torch.nn.functional.pad(draft.depths[:, :drafted], (1, 0))
+            at = flat.cut(start[:, None] + 1 + depths)
+            path = None
+            if self.sampler.needs_path(host_rows):
+                depth = self.drafter.max_depth if tree and self.drafter is not None else drafted
+                path = flat.cut(
+                    path_tokens(
+                        draft.tokens[:, :drafted],
+                        draft.parents[:, :drafted] if draft.parents is not None else None,
+                        draft.depths[:, :drafted] if draft.depths is not None else None,
+                        depth,
+                    )
+                )
+        masks = to_device(draft_masks(decodes, flat.lengths, draft, self.network.config.vocab_size), self.device)
+        sampled, logprobs = self.sampler.sample(hidden, node_rows, at, host_rows, path=path, bitmask=masks)
+        nodes, counts, tokens = self._accept(flat, draft, sampled)
+        room = self.context_tokens - 1 - start
+        counts = torch.minimum(counts, room.clamp(min=0))
+        bonus = tokens.gather(1, counts[:, None])[:, 0]
+        if draft is not None and draft.parents is not None:
+            compact_kv(self.kv, rows, start, nodes, self._pools)
+        lengths = torch.minimum(start + counts + 1, torch.full_like(start, self.context_tokens))
+        self.relay.store(rows, lengths, bonus)
+        self.sampler.remember(rows, start + 1, tokens)
+        handle.keep_decodes(tokens, counts, nodes, flat, logprobs)
+        if self.drafter is not None:
+            self._observe_run(host_rows, rows, start, flat, nodes, counts, tokens, taps)
+
+    def _accept(
+        self, flat: Flat, draft: Draft | None, sampled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if draft is None:
+            zeros = torch.zeros_like(sampled)
+            return zeros[:, None], zeros, sampled[:, None]
+        drafted = flat.width - 1
+        parents = draft.parents[:, :drafted] if draft.parents is not None else None
+        depth = self.drafter.max_depth if parents is not None and self.drafter is not None else None
+        lengths = upload(list(draft.lengths), self.device)
+        return accept(draft.tokens[:, :drafted], parents, lengths, flat.pad(sampled), depth)
+
+    def _observe_run(
+        self,
+        host_rows: tuple[int, ...],
+        rows: torch.Tensor,
+        start: torch.Tensor,
+        flat: Flat,
+        nodes: torch.Tensor,
+        counts: torch.Tensor,
+        tokens: torch.Tensor,
+        taps: torch.Tensor | None,
+    ) -> None:
+        width = nodes.shape[1]
+        features = None
+        if taps is not None:
+            by_node = flat.pad(taps)
+            index = nodes[:, :, None].expand(-1, -1, by_node.shape[2])
+            features = by_node.gather(1, index).reshape(len(host_rows) * width, -1)
+        self._observe(
+            Observation(
+                rows=rows,
+                host_rows=host_rows,
+                indptr=tuple(range(0, len(host_rows) * width + 1, width)),
+                start=start,
+                counts=counts + 1,
+                features=features,
+                next_tokens=tokens.reshape(-1),
+                is_last=(True,) * len(host_rows),
+                kv=self.kv,
+                max_kv_tokens=self._ledger.width_pages * self.kv.page_size,
+            )
+        )
+
+    def _observe(self, observation: Observation) -> None:
+        if self.drafter is not None:
+            self.drafter.observe(observation)
+
+    # -- prompt chunks -------------------------------------------------------------------------------------------
+
+    def _prefill(
+        self,
+        handle: StepHandle,
+        chunks: tuple[PrefillChunk, ...],
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor | None,
+        max_kv_tokens: int,
+    ) -> None:
+        """The final chunk of a prompt samples its first token; every chunk moves the relay and the drafter."""
+        ends = np.cumsum([c.num_tokens for c in chunks])
+        final = [i for i, c in enumerate(chunks) if c.final]
+        sampled: torch.Tensor | None = None
+        stop = upload([c.end for c in chunks], self.device)
+        self.relay.store(rows, stop, None)
+        if final:
+            final_index = upload(final, self.device)
+            final_rows = rows.index_select(0, final_index)
+            at = stop.index_select(0, final_index)
+            last = hidden.index_select(0, upload(ends[final] - 1, self.device))
+            host_rows = tuple(chunks[i].row for i in final)
+            masks = to_device(first_masks([chunks[i] for i in final], self.network.config.vocab_size), self.device)
+            sampled, logprobs = self.sampler.sample(last, final_rows, at, host_rows, bitmask=masks)
+            self.relay.store(final_rows, at, sampled)
+            self.sampler.remember(final_rows, at, sampled[:, None])
+            handle.keep_prefills(final, sampled, logprobs)
+        if self.drafter is not None:
+            known = [c.request.tokens[c.start + 1 : c.end] + ([0] if c.final else [c.request.tokens[c.end]])
+                     for c in chunks]
+            following = upload(np.concatenate([np.asarray(k, dtype=np.int64) for k in known]), self.device)
+            if sampled is not None:
+                following.index_copy_(0, upload(ends[final] - 1, self.device), sampled)
+            self._observe(
+                Observation(
+                    rows=rows,
+                    host_rows=tuple(c.row for c in chunks),
+                    indptr=(0, *(int(e) for e in ends)),
+                    start=upload([c.start for c in chunks], self.device),
+                    counts=upload([c.num_tokens for c in chunks], self.device),
+                    features=taps,
+                    next_tokens=following,
+                    is_last=tuple(c.final for c in chunks),
+                    kv=self.kv,
+                    max_kv_tokens=max_kv_tokens,
+                )
+            )

@@ -1,0 +1,358 @@
+"""The engine: plan → run → commit, once per `step`.
+
+    step()                        non-overlap                     overlap (one-step lag)
+      plan     scheduler+ledger   N                               N+1, while N is in flight
+      launch   runner             N                               N+1
+      settle   commit to books    N                               N
+
+`settle` is the only place where results become host knowledge: it advances the books, appends tokens to requests,
+finds stops and releases rows. A request may end while a later step names its row: the ledger keeps its pages until
+that step has drained (law 14), and the step's result is dropped by its generation.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from octavo.backend.results import HostLogprobs, StepHandle, StepResult
+from octavo.config import EngineConfig
+from octavo.engine.output import Delta, OutputProcessor, TokenLogprob, token_logprobs
+from octavo.engine.request import ChoiceOutput, EngineRequest, Request, State
+from octavo.engine.setup import Parts, build
+from octavo.engine.stats import EngineStats, StatsKeeper
+from octavo.errors import ContextLengthExceeded, LawViolation, OctavoError, QueueFull, RequestError
+from octavo.kv.balance import check as check_books
+from octavo.ops.random_bits import request_seed
+from octavo.sched.batch import StepPlan
+from octavo.sched.scheduler import Scheduler, SchedulerConfig, SettleFirst
+
+
+class EngineCore:
+    """One model, one set of books, one loop. Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: EngineConfig, parts: Parts | None = None) -> None:
+        """Load the model and size the pools. Raises ConfigError or ModelError. `parts` injects a built model."""
+        self.config = config
+        parts = build(config) if parts is None else parts
+        self.parts = parts
+        self.ledger, self.runner = parts.ledger, parts.runner
+        self.tokenizer = parts.tokenizer
+        self.model_name = parts.model_name
+        self.max_model_len = parts.max_model_len
+        self.vocab_size = parts.vocab_size
+        self._overlap = config.overlap_on
+        self._adaptive = parts.adaptive
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_running=config.max_running,
+                max_batched_tokens=config.max_batched_tokens,
+                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                context_tokens=parts.max_model_len,
+                reserve=parts.reserve,
+                settle_first=parts.drafter is not None and parts.drafter.needs_host_tokens,
+            ),
+            parts.ledger,
+            self._fail,
+        )
+        self._requests: dict[str, list[Request]] = {}
+        self._inflight: StepHandle | None = None
+        self._ready: list[ChoiceOutput] = []  # outputs made outside a settle: failures, aborts
+        self._sequence = 0
+        self._stats = StatsKeeper()
+        self._outputs = OutputProcessor(parts.tokenizer, parts.tokenizer.eos_ids)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, call: EngineRequest) -> None:
+        """Queue a call. Raises RequestError, ContextLengthExceeded, NeverFits or QueueFull; then nothing changed."""
+        params = call.params
+        params.check(self.vocab_size)
+        prompt = len(call.prompt_token_ids)
+        if call.request_id in self._requests:
+            raise RequestError(f"request id {call.request_id!r} is in use", param="request_id")
+        if prompt == 0:
+            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+        bad = next((t for t in call.prompt_token_ids if not 0 <= t < self.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is outside the vocabulary (0 … {self.vocab_size - 1})", param="prompt")
+        room = self.max_model_len - prompt
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens; the context holds {self.max_model_len}, the answer included",
+                param="prompt",
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        limit = getattr(self.config, "max_queue", None)  # a server's limit; a library call waits as long as it likes
+        if limit is not None and len(self.scheduler.waiting) + params.n > limit:
+            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait; at most {limit} may")
+        self.ledger.can_ever_fit(prompt, max_tokens, self.parts.reserve)
+        grammar = self.parts.grammars.compile(params) if params.structured is not None else None
+        choices = []
+        for choice in range(params.n):
+            seed = params.seed if params.seed is not None else request_seed(self.config.seed, call.request_id)
+            request = Request(call, choice, max_tokens=max_tokens, seed=seed, sequence=self._sequence)
+            self._sequence += 1
+            request.output = self._outputs.start(
+                params, max_tokens=max_tokens, prompt_token_ids=call.prompt_token_ids, index=choice
+            )
+            request.grammar = grammar.matcher() if grammar is not None else None
+            choices.append(request)
+        self._requests[call.request_id] = choices
+        self._stats.prompt(prompt)
+        for request in choices:
+            if max_tokens == 0:
+                self._finish(request, "length")
+            else:
+                self.scheduler.enqueue(request)
+
+    def abort(self, request_id: str) -> None:
+        """End every choice of a call now; its pages return when its steps in flight have drained. Unknown: nothing."""
+        for request in self._requests.get(request_id, ()):
+            if request.state is not State.FINISHED:
+                self._finish(request, "abort")
+
+    def has_work(self) -> bool:
+        return bool(self._ready) or self._inflight is not None or self.scheduler.has_work
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[ChoiceOutput]:
+        """One iteration; returns what became known: text, tokens, ends. [] when there is nothing to do."""
+        plan = self._plan()
+        handle = self._launch(plan) if plan is not None else None
+        if self._overlap:
+            settled, self._inflight = self._inflight, handle
+        else:
+            settled = handle
+        if settled is not None:
+            self._settle(settled)
+        if self.config.check_books:
+            self._check_books()
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _plan(self) -> StepPlan | None:
+        if not self.scheduler.has_work:
+            return None
+        drafts = self._draft_tokens()
+        try:
+            return self.scheduler.plan(drafts, inflight=self._inflight is not None)
+        except SettleFirst:
+            self._settle_inflight()
+            return self.scheduler.plan(drafts, inflight=False)
+
+    def _draft_tokens(self) -> int:
+        if self.parts.drafter is None:
+            return 0
+        if self._adaptive is None:
+            return self.parts.drafter.max_draft_tokens
+        decoding = sum(1 for r in self.scheduler.running if r.state is State.DECODE)
+        return self._adaptive.choose(decoding)
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
+        for request in self.scheduler.take_started():
+            self.runner.begin(request, request.output.ban_ids)
+        op = self.ledger.begin_op(plan.rows, "step")
+        started_s = time.perf_counter()
+        handle = self.runner.launch(plan)
+        handle.op, handle.started_s = op, started_s
+        for decode in plan.decodes:
+            decode.request.inflight_steps += 1
+            decode.request.inflight_outputs += 1
+        for chunk in plan.prefills:
+            request = chunk.request
+            request.inflight_steps += 1
+            request.launched_tokens = chunk.end
+            if chunk.final:
+                request.move(State.DECODE)
+                request.inflight_outputs += 1
+        return handle
+
+    def _settle_inflight(self) -> None:
+        handle, self._inflight = self._inflight, None
+        if handle is not None:
+            self._settle(handle)
+
+    # -- results become knowledge --------------------------------------------------------------------------------
+
+    def _settle(self, handle: StepHandle) -> None:
+        result = handle.wait()
+        plan = handle.plan
+        now = time.monotonic()
+        lengths = [self._committed(d.row) + len(t) for d, t in zip(plan.decodes, result.tokens, strict=True)]
+        lengths += [c.end for c in plan.prefills]
+        limit = self.max_model_len
+        applied = self.ledger.commit(plan.rows, plan.generations, np.minimum(lengths, limit))
+        self.ledger.end_op(handle.op)
+        self._measure(handle, result)
+        for i, decode in enumerate(plan.decodes):
+            request = decode.request
+            self._land(request, applied[i], outputs=1)
+            if applied[i] and request.state is State.DECODE:
+                logprobs = self._logprobs(request, result, i)
+                self._count_draft(request, result.drafted[i], result.accepted[i])
+                self._append(request, result.tokens[i], logprobs, now)
+        first = 0
+        for i, chunk in enumerate(plan.prefills):
+            request = chunk.request
+            kept = bool(applied[len(plan.decodes) + i])
+            self._land(request, kept, outputs=int(chunk.final))
+            if kept and request.active:
+                self.ledger.publish(request.row, request.tokens)
+                if chunk.final:
+                    token = [result.first[i]]
+                    logprobs = _at(result.first_logprobs, [first], token, request.params.logprobs)
+                    self._append(request, token, logprobs, now)
+            first += int(chunk.final)
+        self.ledger.evict(np.array([r.row for r in self.scheduler.running], dtype=np.int64))
+
+    def _logprobs(self, request: Request, result: StepResult, index: int) -> list[TokenLogprob] | None:
+        if result.nodes is None:
+            return None
+        return _at(result.logprobs, result.nodes[index], result.tokens[index], request.params.logprobs)
+
+    def _committed(self, row: int) -> int:
+        return int(self.ledger.committed[row])
+
+    def _land(self, request: Request, applied: bool, *, outputs: int) -> None:
+        """A step that named the request has drained. After a retraction the counters belong to a later life."""
+        request.inflight_steps = max(0, request.inflight_steps - 1)
+        if applied:
+            request.inflight_outputs = max(0, request.inflight_outputs - outputs)
+
+    def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float) -> None:
+        """Give a request its accepted run; the earliest stop inside it wins, the rest is dropped."""
+        delta = request.output.append(tokens, logprobs)
+        kept = tokens[: delta.kept_tokens]
+        request.tokens.extend(kept)
+        self._stats.tokens(request, len(kept), now)
+        reason = delta.finish_reason
+        if request.grammar is not None and request.grammar.accept_all(kept) and reason is None:
+            delta, reason = self._ended(request, delta, "stop")
+        elif reason is None and len(request.tokens) >= self.max_model_len:
+            delta, reason = self._ended(request, delta, "length")
+        if reason is not None:
+            self._release(request, reason, publish=True)
+        if reason is not None or delta.text or delta.token_ids:
+            self._emit(request, delta, reason)
+
+    def _ended(self, request: Request, delta: Delta, reason: str) -> tuple[Delta, str]:
+        """End an answer for a reason its output cannot see (grammar complete, context full)."""
+        tail = request.output.finish(reason)
+        return replace(delta, text=delta.text + tail.text, finished=True, finish_reason=reason), reason
+
+    def _emit(self, request: Request, delta: Delta, reason: str | None, error: OctavoError | None = None) -> None:
+        self._ready.append(
+            ChoiceOutput(
+                request_id=request.call_id,
+                index=request.choice,
+                text=delta.text,
+                token_ids=list(delta.token_ids),
+                logprobs=None if delta.logprobs is None else list(delta.logprobs),
+                finished=reason is not None,
+                finish_reason=reason,
+                stop_reason=delta.stop_reason,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=request.cached_tokens,
+                metrics=self._stats.request_metrics(request, self.config.page_size) if reason is not None else None,
+                error=error,
+            )
+        )
+
+    def _finish(self, request: Request, reason: str, error: OctavoError | None = None) -> None:
+        """End a request outside its own settle: abort, failure, nothing to generate."""
+        delta = request.output.finish(reason)
+        self._release(request, reason, publish=reason == "abort")
+        self._emit(request, delta, reason, error)
+
+    def _release(self, request: Request, reason: str, *, publish: bool) -> None:
+        self.scheduler.remove(request)
+        row = request.row
+        if row >= 0:
+            self.ledger.release(row, request.tokens if publish else None)
+            self.runner.end(row)
+        request.finish_reason = reason
+        request.detach(State.FINISHED)
+        choices = self._requests[request.call_id]
+        if all(r.state is State.FINISHED for r in choices):
+            del self._requests[request.call_id]
+        self._stats.finished(request, reason)
+
+    def _fail(self, request: Request, error: OctavoError) -> None:
+        self._finish(request, "error", error)
+
+    # -- measuring -----------------------------------------------------------------------------------------------
+
+    def _count_draft(self, request: Request, drafted: int, accepted: int) -> None:
+        metrics = request.output.output.metrics
+        metrics.decode_steps += 1
+        if drafted:
+            metrics.speculation.add(drafted, accepted)
+            self._stats.draft(drafted, accepted)
+
+    def _measure(self, handle: StepHandle, result: StepResult) -> None:
+        if self._adaptive is None or not handle.plan.decodes:
+            return
+        step_s = time.perf_counter() - handle.started_s if not handle.plan.prefills and not self._overlap else None
+        self._adaptive.record(len(handle.plan.decodes), result.drafted, result.accepted, step_s)
+
+    def _check_books(self) -> None:
+        for violation in check_books(self.ledger):
+            self._stats.violations += 1
+            raise violation
+
+    def report(self) -> dict[str, Any]:
+        """The books, the queue and the speculation, JSON-able."""
+        books = self.ledger.report()
+        by_row = {r.row: r for r in self.scheduler.running}
+        for line in books["rows"]:
+            owner = by_row.get(line["row"])
+            line["request_id"] = owner.call_id if owner is not None else None
+            line["choice"] = owner.choice if owner is not None else None
+            line["tokens"] = len(owner.tokens) if owner is not None else None
+        return {
+            **books,
+            "scheduler": {
+                "running": len(self.scheduler.running),
+                "waiting": len(self.scheduler.waiting),
+                "preemptions": self.scheduler.preemptions,
+            },
+            "speculation": self._stats.speculation(),
+        }
+
+    def stats(self) -> EngineStats:
+        return self._stats.snapshot(self.ledger, self.scheduler)
+
+    def flush_cache(self) -> bool:
+        """Drop every cached prefix. False while requests run (their prefixes stay)."""
+        if self.scheduler.running:
+            return False
+        self._settle_inflight()
+        self.ledger.reset_cache()
+        return True
+
+    def close(self) -> None:
+        """Abort what runs, drain what is in flight and check that the books close. Raises LawViolation if not."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._settle_inflight()
+        self._check_books()
+        held = self.ledger.live_rows()
+        if len(held):
+            raise LawViolation(5, "rows are still held at rest", row=int(held[0]), rows=held.tolist())
+        if self.parts.trace is not None:
+            self.parts.trace.close()
+
+
+def _at(
+    logprobs: HostLogprobs | None, nodes: list[int], tokens: list[int], wanted: int | None
+) -> list[TokenLogprob] | None:
+    """The log-probabilities of the given flat nodes, in order; None if the request wants none."""
+    if logprobs is None or wanted is None:
+        return None
+    ids, values = logprobs.top_ids[nodes].tolist(), logprobs.top_values[nodes].tolist()
+    return token_logprobs(tokens, logprobs.chosen[nodes].tolist(), ids, values, wanted)

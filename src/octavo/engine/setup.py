@@ -1,0 +1,230 @@
+"""From a configuration to the parts of an engine: model, books, KV tensors, drafter, runner. What does not fit is
+refused here, before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from octavo import hardware
+from octavo.backend.runner import Runner
+from octavo.backend.sampler import Sampler
+from octavo.config import EngineConfig
+from octavo.engine.grammar import GrammarCompiler
+from octavo.errors import ConfigError
+from octavo.kv.ledger import Ledger, LedgerConfig
+from octavo.kv.policy import load_policy
+from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
+from octavo.kv.trace import TraceWriter
+from octavo.model.load.loader import LoadedModel, load_model
+from octavo.model.registry import build_network, kv_page_bytes, make_kv
+from octavo.options import format_size
+from octavo.spec.adaptive import AdaptiveLength
+from octavo.spec.choose import DraftPlan, plan_draft
+from octavo.spec.drafter import Drafter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Parts:
+    """Everything an engine core is made of. Tests build one from a tiny model."""
+
+    ledger: Ledger
+    runner: Runner
+    tokenizer: Any
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    reserve: DecodeReserve
+    drafter: Drafter | None = None
+    adaptive: AdaptiveLength | None = None
+    grammars: Any = None
+    startup_lines: list[str] = field(default_factory=list)
+    trace: TraceWriter | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
+    """Load `config.model` (or take `loaded`) and build the parts. Raises ConfigError or ModelError."""
+    device = _device(config)
+    _set_threads(config)
+    if loaded is None:
+        loaded = load_model(config.model, cache_dir=config.cache_dir, accept_license=config.accept_license)
+    if config.chat_template is not None:
+        loaded.tokenizer.use_template_file(config.chat_template)
+    draft = plan_draft(config, loaded)
+    kv_dtype = _kv_dtype(config)
+    full_bytes, swa_bytes = kv_page_bytes(loaded.config, config.page_size, kv_dtype, draft.kv_layers)
+    sizes, max_model_len = size_pools(config, loaded, draft.reserve, full_bytes, swa_bytes)
+    network = build_network(
+        loaded,
+        dtype=DTYPES[config.compute_dtype],
+        quantization=config.quantization,
+        device=device,
+        draft_kv_layers=draft.kv_layers,
+        page_size=config.page_size,
+        kv_dtype=kv_dtype,
+        max_positions=max_model_len + draft.reserve.tokens,
+        threads=config.num_threads,
+    )
+    max_rows = _rows(config)
+    trace = TraceWriter(config.record_trace) if config.record_trace is not None else None
+    ledger = Ledger(
+        LedgerConfig(
+            page_size=config.page_size,
+            full_pages=sizes.full_pages,
+            swa_pages=sizes.swa_pages,
+            window_tokens=loaded.config.window_tokens or 0,
+            max_rows=max_rows,
+            context_tokens=max_model_len,
+            largest_reserve_tokens=draft.reserve.tokens,
+            key_mode=draft.key_mode,
+            prefix_cache=config.prefix_cache,
+            chunk_tokens=config.prefill_chunk_tokens,
+            overlap=config.overlap_on,
+        ),
+        evict_policy=load_policy(config.evict_policy),
+        trace=trace,
+    )
+    kv = make_kv(network, sizes, max_rows=max_rows, width_pages=ledger.width_pages, device=device)
+    drafter = draft.make(network, max_rows=max_rows, max_tokens=max_model_len + draft.reserve.tokens, device=device)
+    sampler = Sampler(network, max_rows, max_model_len, loaded.config.vocab_size, device)
+    runner = Runner(network, kv, sampler, drafter, ledger, device=device, context_tokens=max_model_len)
+    return Parts(
+        ledger=ledger,
+        runner=runner,
+        tokenizer=loaded.tokenizer,
+        model_name=loaded.name,
+        max_model_len=max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        reserve=draft.reserve,
+        drafter=drafter,
+        adaptive=draft.adaptive(config.draft_adaptive),
+        grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
+        startup_lines=_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
+        trace=trace,
+        info={"format": loaded.format, "formats": network.formats, "weight_bytes": network.weight_bytes},
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", "cuda", "this torch finds no CUDA device; allowed here: cpu")
+    return torch.device(config.device)
+
+
+def _set_threads(config: EngineConfig) -> None:
+    torch.set_num_threads(config.num_threads)
+
+
+def _kv_dtype(config: EngineConfig) -> torch.dtype:
+    return DTYPES[config.compute_dtype if config.kv_dtype == "auto" else config.kv_dtype]
+
+
+def _rows(config: EngineConfig) -> int:
+    """Rows of the ledger: a row whose last step is in flight under overlap is not free yet."""
+    return config.max_running * (2 if config.overlap_on else 1)
+
+
+def size_pools(
+    config: EngineConfig, loaded: LoadedModel, reserve: DecodeReserve, full_bytes: int, swa_bytes: int
+) -> tuple[PoolSizes, int]:
+    """Pages of each pool and the longest request they can hold.
+
+    Without --max-model-len the context is cut to what the pools hold; with it, what does not fit is refused.
+    """
+    context = loaded.config.context_tokens
+    wanted = config.max_model_len
+    if wanted is not None and wanted > context:
+        raise ConfigError("max_model_len", wanted, f"the model's context is {context} tokens")
+    longest = wanted or context
+    window = loaded.config.window_tokens or 0
+    common: dict[str, Any] = {
+        "full_page_bytes": full_bytes,
+        "swa_page_bytes": swa_bytes,
+        "window_tokens": window,
+        "page_size": config.page_size,
+        "largest_reserve_tokens": reserve.tokens,
+        "chunk_tokens": config.prefill_chunk_tokens,
+        "request_slots": config.max_running,
+        "context_tokens": longest,
+        "overlap": config.overlap_on,
+    }
+    row_pages = row_width_pages(longest, reserve.tokens, config.page_size)
+    if config.num_pages is not None or config.num_swa_pages is not None:
+        sizes = _explicit(config, common, row_pages, window)
+    else:
+        available = hardware.available_memory_bytes() - loaded.weight_bytes
+        cap = config.max_running * row_pages * (full_bytes + swa_bytes)
+        memory = min(available // 2, cap) if config.kv_memory is None else config.kv_memory
+        if config.kv_memory is not None and memory > available:
+            raise ConfigError(
+                "kv_memory",
+                format_size(memory),
+                f"{format_size(max(0, available))} are available beside the weights; lower --kv-memory",
+            )
+        sizes = pool_sizes(memory, **common)
+    held = sizes.full_pages * config.page_size - reserve.tokens + 1
+    if held < 2:
+        raise ConfigError(
+            "kv_memory" if config.num_pages is None else "num_pages",
+            config.kv_memory if config.num_pages is None else config.num_pages,
+            f"one request needs at least {row_width_pages(1, reserve.tokens, config.page_size)} pages"
+            f" of {config.page_size} tokens ({format_size(full_bytes)} each); raise --kv-memory or --num-pages",
+        )
+    if held < longest:
+        if wanted is not None:
+            raise ConfigError(
+                "max_model_len",
+                wanted,
+                f"the KV pages hold {held} tokens of one request; raise --kv-memory or --num-pages,"
+                f" or lower --max-model-len",
+            )
+        longest = held
+    return sizes, longest
+
+
+def _explicit(config: EngineConfig, common: dict[str, Any], row_pages: int, window: int) -> PoolSizes:
+    full = config.num_pages if config.num_pages is not None else row_pages * config.max_running
+    if not common["swa_page_bytes"]:
+        return PoolSizes(full, 0)
+    least = min_swa_pages(
+        window,
+        common["largest_reserve_tokens"],
+        config.prefill_chunk_tokens,
+        config.page_size,
+        overlap=config.overlap_on,
+    )
+    swa = config.num_swa_pages if config.num_swa_pages is not None else max(least, min(full, least * config.max_running))
+    return PoolSizes(full, swa)
+
+
+def _startup_lines(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    network: Any,
+    ledger: Ledger,
+    draft: DraftPlan,
+    full_bytes: int,
+    swa_bytes: int,
+) -> list[str]:
+    books = ledger.config
+    p = books.page_size
+    pools = [f"full {books.full_pages} pages, {books.full_pages * p} tokens, {format_size(books.full_pages * full_bytes)}"]
+    if books.swa_pages:
+        pools.append(
+            f"sliding window {books.swa_pages} pages, {books.swa_pages * p} tokens,"
+            f" {format_size(books.swa_pages * swa_bytes)}"
+        )
+    longest = row_width_pages(books.context_tokens - 1, draft.reserve.tokens, p)
+    return [
+        f"model    {loaded.name} ({loaded.config.architecture}, {loaded.format})",
+        f"kernels  {network.kernels}, {config.num_threads} threads",
+        f"weights  {format_size(network.weight_bytes)} ({network.formats})",
+        f"KV       {'; '.join(pools)} (page {p} tokens, {config.kv_dtype if config.kv_dtype != 'auto' else config.compute_dtype})",
+        f"fits     {books.full_pages // longest} requests of {books.context_tokens} tokens, {config.max_running} run at most",
+        f"draft    {draft.describe()}",
+    ]

@@ -1,0 +1,182 @@
+"""`LLM`: the engine in this process, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.output import CompletionOutput, RequestOutput
+from octavo.engine.request import ChoiceOutput, EngineRequest
+from octavo.errors import EngineDead, RequestError
+from octavo.params import SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, its KV books and a scheduler. Use as a context manager, or call `close()`.
+
+    Keyword arguments are the options of `EngineConfig` (`octavo generate --help` lists them).
+    Raises ConfigError or ModelError.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        given = {**options, **({"model": model} if model is not None else {})}
+        self.config = EngineConfig.from_options(given)
+        self._core: EngineCore | None = EngineCore(self.config)
+        self._numbers = itertools.count()
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDead("this LLM is closed")
+        return self._core
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.core.tokenizer
+
+    def startup_lines(self) -> list[str]:
+        """What the command line prints at start: model, kernels, weights, KV, capacity, draft."""
+        return self.core.parts.startup_lines
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts. A prompt is text or a list of token ids; no template is applied."""
+        return self._run([self._tokens(p) for p in _listed(prompts)], params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers of conversations, through the model's chat template. `template`: extra template arguments."""
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return self._run([self.tokenizer.encode_chat(list(c), **template) for c in conversations], params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceOutput]:
+        """Pieces of one answer as they come (`text` is the new part). Leaving the loop early aborts the request."""
+        request_id = self._submit(self._tokens(prompt), params or SamplingParams(), time.monotonic())
+        left = (params or SamplingParams()).n
+        try:
+            while left:
+                for output in self.core.step():
+                    if output.request_id != request_id:
+                        continue
+                    if output.error is not None:
+                        raise output.error
+                    left -= output.finished
+                    yield output
+        finally:
+            if left and self._core is not None:
+                self.core.abort(request_id)
+                self._drain()
+
+    def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[ChoiceOutput]:
+        """`stream` for one conversation."""
+        return self.stream(self.tokenizer.encode_chat(list(messages), **template), params)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt))
+        return [int(t) for t in prompt]
+
+    def _submit(self, tokens: list[int], params: SamplingParams, arrival_s: float) -> str:
+        request_id = f"llm-{next(self._numbers)}"
+        self.core.add_request(EngineRequest(request_id, tokens, params, arrival_s))
+        return request_id
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        settings = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(settings) != len(prompts):
+            raise RequestError(f"{len(settings)} params for {len(prompts)} prompts: give one, or one each", param="params")
+        ids: list[str] = []
+        arrival_s = time.monotonic()
+        try:
+            for tokens, setting in zip(prompts, settings, strict=True):
+                ids.append(self._submit(tokens, setting, arrival_s))
+            return self._collect(ids, prompts, settings)
+        except BaseException:
+            for request_id in ids:
+                self.core.abort(request_id)
+            self._drain()
+            raise
+
+    def _collect(
+        self, ids: list[str], prompts: list[list[int]], settings: list[SamplingParams]
+    ) -> list[RequestOutput]:
+        results = [
+            RequestOutput(i, p, [CompletionOutput(index=c) for c in range(s.n)])
+            for i, p, s in zip(ids, prompts, settings, strict=True)
+        ]
+        by_id = {result.request_id: result for result in results}
+        left = sum(s.n for s in settings)
+        while left:
+            for output in self.core.step():
+                if output.request_id in by_id:
+                    _add(by_id[output.request_id].outputs[output.index], output)
+                    left -= output.finished
+        return results
+
+    def _drain(self) -> None:
+        """After an abort: let steps in flight finish, so that the books close."""
+        while self.core.has_work():
+            self.core.step()
+
+    # -- books ---------------------------------------------------------------------------------------------------
+
+    def kv_report(self) -> dict[str, Any]:
+        """The books: per pool total/free/cached/held/leased/quarantined pages, per request its lengths in tokens."""
+        return self.core.report()
+
+    def close(self) -> None:
+        """End everything and check that the books close. Raises LawViolation if they do not. Safe to call twice."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list. A list of numbers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _add(answer: CompletionOutput, output: ChoiceOutput) -> None:
+    """Take the news of one step into an answer. Raises the error of a request that failed."""
+    if output.error is not None:
+        raise output.error
+    answer.text += output.text
+    answer.token_ids.extend(output.token_ids)
+    if output.logprobs is not None:
+        answer.logprobs = [*(answer.logprobs or []), *output.logprobs]
+    answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
+    if output.metrics is not None:
+        answer.metrics = output.metrics
