@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from octavo.engine.output import OutputProcessor, RequestOutput, RequestOutputState, TokenLogprob, token_logprobs
 from octavo.params import SamplingParams
-
 from tests.unit.tokenizer_zoo import byte_level
 
 TOKENIZER = byte_level()

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from octavo.engine.detokenizer import REPLACEMENT, Detokenizer
 from octavo.engine.stops import StopMatcher
-
 from tests.unit.tokenizer_zoo import TEXT, byte_level, pieces, zoo
 
 FAMILIES = list(zoo())

@@ -96,8 +96,8 @@ class Detokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = self._backend.decoder
-        state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
-        steps = state["decoders"] if state["type"] == "Sequence" else [state]
+        state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+        steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
         self.byte_level = len(steps) == 1 and steps[0]["type"] == "ByteLevel"
         self.pieces = None if self.byte_level else _PieceRules.parse(steps)
 
