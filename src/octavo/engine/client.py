@@ -99,6 +99,7 @@ class EngineClient:
         self.state = EngineState.CLOSED
         self.restart = restart
         self.restarts = 0
+        self.restarting = False
         self.info: dict[str, Any] = {}
         self.tokenizer_payload = b""
         self.beat = m.Beat(False, 0, 0.0, 0)
@@ -377,8 +378,9 @@ class EngineClient:
         await self._stop_tasks()
         self._reap()
         if self.restart and was_ready:
-            self.restarts += 1
+            self.restarts, self.restarting = self.restarts + 1, True
             await asyncio.sleep(min(0.5 * self.restarts, 30.0))
+            self.restarting = False
             await self.start()
         else:
             self._settled.set()

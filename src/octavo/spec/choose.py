@@ -1,0 +1,129 @@
+"""Which drafter an engine gets, and what it means for the books: decided before weights are read."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kv.sizing import DecodeReserve
+from octavo.spec.drafter import Drafter
+from octavo.spec.ngram import NgramDrafter
+from octavo.spec.scripted import Script, ScriptedDrafter
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.model.load.loader import LoadedModel
+
+NGRAM_DRAFT_TOKENS = 5
+SCRIPTED_DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a drafter is bound to: the network, row count, longest row in tokens (reserve included), device."""
+
+    network: Any
+    max_rows: int
+    max_tokens: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """A drafter to be: what the books must know of it, and how to make it once the network exists."""
+
+    name: str
+    reserve: DecodeReserve
+    kv_layers: int = 0
+    key_mode: str = "token"
+    make: Callable[[Bound], Drafter | None] = lambda bound: None
+    description: str = "none"
+
+
+def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
+    """Read the draft options. Raises ConfigError for a combination that cannot work, ModelError for a bad draft."""
+    name = _resolve(config, loaded)
+    overlap = config.overlap_on
+    if name == "none":
+        return DraftPlan("none", DecodeReserve.plain(overlap=overlap))
+    if name == "ngram":
+        # `draft_tokens` counts the root, as for every algorithm
+        count = NGRAM_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens - 1
+        if count < 1:
+            raise ConfigError("draft_tokens", config.draft_tokens, "n-gram drafts need at least 2 (the root included)")
+        return DraftPlan(
+            "ngram",
+            DecodeReserve.ngram(max_draft=count, overlap=overlap),
+            make=lambda bound: NgramDrafter(draft_tokens=count),
+            description=f"n-gram, up to {count} tokens",
+        )
+    if name == "scripted":
+        return _scripted(config, loaded)
+    if ":" in name:
+        return _custom(name, config, loaded)
+    from octavo.spec.learned import plan_learned
+
+    return plan_learned(name, config, loaded)
+
+
+def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
+    """`auto`: the shipped draft of this very target if there is one, else n-gram."""
+    if config.draft != "auto":
+        return config.draft
+    if config.draft_model is not None:
+        from octavo.spec.learned import algorithm_of
+
+        return algorithm_of(config.draft_model)
+    return "ngram"
+
+
+def _scripted(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
+    """Drafts from a script file (`--draft-model FILE`), or always wrong ones: for tests and for measuring cost."""
+    levels = SCRIPTED_DRAFT_TOKENS if config.draft_tokens is None else max(1, config.draft_tokens - 1)
+    width = config.draft_topk or 1
+    levels = config.draft_steps if config.draft_steps is not None and width > 1 else levels
+    script = Script.from_file(config.draft_model) if config.draft_model is not None else Script()
+    vocab = loaded.config.vocab_size
+
+    def make(bound: Bound) -> Drafter:
+        return ScriptedDrafter(
+            script,
+            draft_tokens=levels,
+            vocab_size=vocab,
+            max_rows=bound.max_rows,
+            max_tokens=bound.max_tokens,
+            width=width,
+            device=bound.device,
+        )
+
+    nodes = levels * width + 1
+    lag = nodes if width == 1 else levels + 1
+    reserve = DecodeReserve(nodes, lag if config.overlap_on else 0)
+    return DraftPlan("scripted", reserve, make=make, description=f"scripted, {levels} levels of {width}")
+
+
+def _custom(path: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
+    """`module:Class`, made as Class(draft_tokens=…, vocab_size=…); see examples/drafter.py."""
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("draft", path, f"cannot be imported: {error}") from None
+    count = SCRIPTED_DRAFT_TOKENS if config.draft_tokens is None else max(1, config.draft_tokens - 1)
+    drafter = cls(draft_tokens=count, vocab_size=loaded.config.vocab_size)
+    if not isinstance(drafter, Drafter):
+        raise ConfigError("draft", path, "the class does not have every attribute of octavo.spec.drafter.Drafter")
+    lag = drafter.commit_lag_tokens if config.overlap_on else 0
+    return DraftPlan(
+        path,
+        DecodeReserve(drafter.footprint_tokens, lag),
+        drafter.kv_layers,
+        drafter.key_mode,
+        make=lambda bound: drafter,
+        description=f"{path}, up to {drafter.max_draft_tokens} tokens",
+    )
