@@ -40,6 +40,10 @@ class EvictionHeap:
                 return node
         return None
 
+    def current(self) -> set[int]:
+        """`id` of every node with a current entry, for checks."""
+        return {id(node) for _, serial, node in self._entries if getattr(node, self._stamp) == serial}
+
     def compact(self, live_nodes: int) -> None:
         """Drop stale entries once there are many more entries than nodes."""
         if len(self._entries) > 2 * live_nodes + 1024:

@@ -44,6 +44,8 @@ class LedgerBase:
         self.inflight = InFlight(rows)
         self._leases: dict[tuple[int, int], tuple[Int32Array, Int32Array]] = {}
         self.trace = trace
+        # (generation, lengths) at the last check of the laws
+        self.audited: tuple[Int64Array, dict[str, Int64Array]] | None = None
         self.stats = {"queried_tokens": 0, "hit_tokens": 0, "remapped_pages": 0, "stale_commits": 0, "violations": 0}
 
     # --- what others may read ----------------------------------------------------------------------------------
@@ -104,6 +106,10 @@ class LedgerBase:
         """Rows that hold anything."""
         return np.flatnonzero(self._state)
 
+    def path_end(self, row: int) -> Node:
+        """The node at which the locked path of a live row ends: exactly at `protected`."""
+        return cast(Node, self._node[row])
+
     def free_pages(self, pool: str) -> int:
         return self._pool(pool).free
 
@@ -152,7 +158,7 @@ class LedgerBase:
 
     def _close_row(self, row: int) -> None:
         """Free what a row owns, unlock what it shares, forget it. Nothing names it any more."""
-        full, swa, shared_swa = self._pages_of(row)
+        full, swa, shared_swa = self.pages_of(row)
         self.full_pool.give_back(cast(FullPages, full), PageState.HELD)
         if self.swa_pool is not None and self._swa is not None:
             self.swa_pool.give_back(cast(SwaPages, swa), PageState.HELD)
@@ -170,7 +176,7 @@ class LedgerBase:
         """Pages of the row up to its watermark."""
         return int(self._allocated[row]) >> self._shift
 
-    def _pages_of(self, row: int) -> tuple[Int32Array, Int32Array, Int32Array]:
+    def pages_of(self, row: int) -> tuple[Int32Array, Int32Array, Int32Array]:
         """A row's (own full pages, own SWA pages, SWA pages of the tree that it has locked)."""
         protected, end = int(self._protected[row]) >> self._shift, self.width_of(row)
         full = self._full.cells[row, protected:end]

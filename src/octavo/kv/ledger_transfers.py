@@ -108,13 +108,14 @@ class TransferLedger(LedgerBase):
 
     def quarantine(self, row: int, generation: int) -> int:
         """The transfer's status will never be final: its pages are kept out of use. Returns how many that are."""
-        lease = self._leases.pop((row, generation), None)
+        lease = self._leases.get((row, generation))
         if lease is None:
             return 0
         if self.trace is not None:
             self.trace.record("quarantine", row=row)
         if self._state[row] == RowState.TRANSFER:
             self._end_life(row)
+        del self._leases[row, generation]
         self._end_lease(lease, PageState.QUARANTINED)
         # The row keeps nothing of the lease: what is left are its shared pages.
         protected = int(self._protected[row]) >> self._shift

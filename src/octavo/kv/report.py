@@ -63,6 +63,6 @@ def _row(ledger: LedgerBase, row: int, with_pages: bool) -> dict[str, Any]:
     for name in ("committed", "known", "allocated", "protected", "evicted", "fill"):
         shown[name] = int(getattr(ledger, name)[row])
     if with_pages:
-        full, swa, _ = ledger._pages_of(row)
+        full, swa, _ = ledger.pages_of(row)
         shown["full_pages"], shown["swa_pages"] = full.tolist(), swa.tolist()
     return shown
