@@ -1,0 +1,166 @@
+"""How many tokens to draft: what acceptance and a step's cost say pays best, down to none at all.
+
+With a_j the chance that position j is accepted once j - 1 was, and t(m) the seconds of a step that drafts m tokens,
+
+    speed(m) = (1 + sum over i <= m of a_1 · … · a_i) / t(m)
+
+and the length with the highest speed is taken. Both are measured while serving. At length 0 the drafter is probed
+again from time to time, ever more rarely while it does not pay. A request's text never depends on any of this, and
+the reserve stays at its maximum (01), so a switch moves no page.
+
+Deterministic: given the same calls with the same costs it chooses the same lengths.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from octavo.errors import ConfigError
+
+_DECAY = 0.95  # per recorded step: what is older than some 20 steps no longer counts
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # optimistic, so that an unknown drafter gets its chance
+_SAMPLES = 9  # step times kept per (batch, length); their median is the cost
+_GAIN = 1.02  # drafting must beat plain decode by this much
+_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 24, 192, 2
+_ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
+
+
+class AdaptiveLength:
+    """Chooses the draft length of every step. `max_draft_tokens` columns at most, root not included."""
+
+    def __init__(self, max_draft_tokens: int, *, max_depth: int | None = None, enabled: bool = True) -> None:
+        """`max_depth` below `max_draft_tokens` means a tree: it is drafted whole or not at all."""
+        if max_draft_tokens < 0:
+            raise ConfigError("draft_tokens", max_draft_tokens, "at least 0")
+        self.max_draft_tokens = max_draft_tokens
+        self.enabled = enabled
+        self._depth = max_draft_tokens if max_depth is None else max_depth
+        tree = self._depth < max_draft_tokens
+        self._lengths = (0, max_draft_tokens) if tree else tuple(range(max_draft_tokens + 1))
+        self._accepted = [_PRIOR * _PRIOR_WEIGHT] * self._depth
+        self._tried = [_PRIOR_WEIGHT] * self._depth
+        self._costs: dict[tuple[int, int], deque[float]] = {}
+        self._off_steps = 0
+        self._interval = _FIRST_PROBE_STEPS
+        self._burst = 0
+        self.switches = 0  # how often the length changed, for the metrics
+        self._last = max_draft_tokens
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def choose(self, batch: int) -> int:
+        """Draft length of the next step of `batch` decoding rows."""
+        if not self.enabled or self.max_draft_tokens == 0:
+            return self.max_draft_tokens
+        length = self._choose(max(1, batch))
+        if length != self._last:
+            self.switches += 1
+            self._last = length
+        return length
+
+    def _choose(self, batch: int) -> int:
+        unknown = self._unmeasured(batch)
+        if unknown is not None:
+            return unknown
+        if self._burst > 0:
+            self._burst -= 1
+            return self._probe_length(batch)
+        best = self.best_length(batch)
+        if best:
+            self._off_steps, self._interval = 0, _FIRST_PROBE_STEPS
+            return best
+        self._off_steps += 1
+        if self._off_steps < self._interval:
+            return 0
+        self._off_steps = 0
+        self._interval = min(2 * self._interval, _LAST_PROBE_STEPS)
+        self._burst = _BURST_STEPS - 1
+        self._forget()
+        return self._probe_length(batch)
+
+    def _unmeasured(self, batch: int) -> int | None:
+        """Once steps are timed, plain, longest and middle length are each tried early in a new batch size."""
+        bucket = _bucket(batch)
+        if not any(b == bucket for b, _ in self._costs):
+            return None
+        middle = self._lengths[len(self._lengths) // 2]
+        for length in (0, self._lengths[-1], middle):
+            if len(self._costs.get((bucket, length), ())) < 2:
+                return length
+        return None
+
+    def _probe_length(self, batch: int) -> int:
+        """What would pay if the drafter were as good as hoped, and cheap to try."""
+        return self._lengths[-1] if len(self._lengths) == 2 else min(2, self.max_draft_tokens)
+
+    def _forget(self) -> None:
+        """Before a probe: what is known counts as two trials, so that a few good ones can turn it."""
+        for j in range(self._depth):
+            if self._tried[j] > _PRIOR_WEIGHT:
+                self._accepted[j] *= _PRIOR_WEIGHT / self._tried[j]
+                self._tried[j] = _PRIOR_WEIGHT
+
+    def best_length(self, batch: int) -> int:
+        """The length with the highest expected speed; 0 unless drafting beats plain decode by 2 %."""
+        expected = self.expected_tokens()
+        bucket = _bucket(max(1, batch))
+        plain = 1.0 / self._cost(bucket, 0)
+        best, best_speed = 0, plain * _GAIN
+        for length in self._lengths[1:]:
+            speed = expected[min(length, self._depth)] / self._cost(bucket, length)
+            if speed > best_speed:
+                best, best_speed = length, speed
+        return best
+
+    def expected_tokens(self) -> list[float]:
+        """Expected output tokens of a step by accepted depth allowed: index 0 is plain decode."""
+        total, chance, result = 1.0, 1.0, [1.0]
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            chance *= accepted / tried
+            total += chance
+            result.append(total)
+        return result
+
+    def _cost(self, bucket: int, length: int) -> float:
+        """Seconds of a step: measured, or on the line between (beyond) the nearest measured lengths."""
+        known = sorted((m, median(times)) for (b, m), times in self._costs.items() if b == bucket)
+        if not known:
+            return 1.0 + _ROW_COST * length
+        exact = dict(known).get(length)
+        if exact is not None:
+            return exact
+        if len(known) == 1:
+            at, cost = known[0]
+            return cost * (1.0 + _ROW_COST * length) / (1.0 + _ROW_COST * at)
+        below = [k for k in known if k[0] < length]
+        above = [k for k in known if k[0] > length]
+        (m0, t0), (m1, t1) = (below[-1], above[0]) if below and above else (known[-2:] if below else known[:2])
+        return max(t0 + (t1 - t0) * (length - m0) / (m1 - m0), min(t0, t1) * 0.5)
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
+        """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed)."""
+        tried = [0.0] * self._depth
+        hits = [0.0] * self._depth
+        for columns, count in zip(drafted, accepted, strict=True):
+            if columns <= 0:
+                continue
+            for j in range(min(count + 1, columns, self._depth)):
+                tried[j] += 1
+                hits[j] += j < count
+        if any(tried):
+            for j in range(self._depth):
+                if tried[j]:
+                    self._accepted[j] = self._accepted[j] * _DECAY + hits[j]
+                    self._tried[j] = self._tried[j] * _DECAY + tried[j]
+        if step_s is not None and step_s > 0 and batch > 0:
+            key = (_bucket(batch), max(drafted, default=0))
+            self._costs.setdefault(key, deque(maxlen=_SAMPLES)).append(step_s)
+
+
+def _bucket(batch: int) -> int:
+    """Batches of similar cost: 1, 2, 3-4, 5-8, …"""
+    return (batch - 1).bit_length()

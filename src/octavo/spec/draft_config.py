@@ -1,0 +1,346 @@
+"""Configurations of draft networks, from both layouts in which they are published.
+
+    plain         the keys of a transformers config next to `eagle_config` or `dflash_config`
+    speculators   `speculators_model_type`, the layer's keys under `transformer_layer_config`
+
+The layouts disagree on two keys of one name, so which one a file has matters:
+
+    norm_output   plain: False means that logits skip the final norm
+                  speculators: True means that the state fed back is the one after the final norm
+    layer ids     DFlash plain: 0-based outputs (HF[id + 1]); speculators: indices of HF
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from octavo.errors import ConfigError, ModelError
+from octavo.model.config import ModelConfig, RopeConfig
+from octavo.spec.verify import MAX_NODES
+
+FORMAT_VERSION = 1
+Algorithm = Literal["eagle3", "dflash"]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one draft decoder layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float = 1e-5
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    attention_bias: bool = False
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def of(cls, target: ModelConfig) -> LayerShape:
+        """The shape of one of the target's own layers: what a new draft gets."""
+        return cls(
+            target.hidden_size,
+            target.intermediate_size,
+            target.num_heads,
+            target.num_kv_heads,
+            target.head_dim,
+            target.rms_eps,
+            target.activation,
+        )
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """One EAGLE-3 draft. `taps` are HF indices; `target_sha256` names the one target it is for, if known."""
+
+    layer: LayerShape
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    context_tokens: int | None = None
+    fc_norm: bool = False  # a norm for every feature before they are concatenated
+    norm_before_fc: bool = False  # one norm for all of them
+    norm_before_residual: bool = False
+    feed_normed: bool = False  # the state fed back is the one after the final norm
+    norm_logits: bool = True  # logits see the final norm
+    target_head: bool = False  # head rows are the target's, cut by d2t: the file has none
+    target_sha256: str | None = None
+    algorithm: Algorithm = "eagle3"
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """One DFlash draft. `target_layer_ids` are 0-based outputs; `taps` the same as HF indices."""
+
+    layer: LayerShape
+    vocab_size: int
+    draft_vocab_size: int
+    num_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    windows: tuple[int | None, ...]  # one a layer
+    causal: tuple[bool, ...]  # block slots of the layer see earlier slots only
+    rope: RopeConfig | None = None  # None: the target's
+    context_tokens: int | None = None
+    embed_scale: float = 1.0
+    target_sha256: str | None = None
+    algorithm: Algorithm = "dflash"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= MAX_NODES:
+            raise ModelError(f"block_size {self.block_size}: allowed 1 to {MAX_NODES}")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return tuple(i + 1 for i in self.target_layer_ids)
+
+
+DraftConfig = EagleConfig | DFlashConfig
+
+
+def default_eagle_taps(num_layers: int) -> tuple[int, ...]:
+    """HF[2], HF[L/2], HF[L-3] (EAGLE-3 paper and its reference implementation)."""
+    if num_layers < 4:
+        return tuple(range(1, min(num_layers, 3) + 1))
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def default_dflash_layers(num_layers: int, features: int) -> tuple[int, ...]:
+    """0-based output ids, round(1 + i(L-4)/(n-1)) with banker's rounding; [L // 2] for one feature."""
+    if features < 1:
+        raise ConfigError("features", features, "at least 1")
+    if features == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (features - 1)) for i in range(features))
+
+
+def read_draft_config(path: str | Path, target: ModelConfig) -> DraftConfig:
+    """Read `config.json` of a draft folder (or beside a draft file). Raises ModelError naming the file."""
+    folder = Path(path)
+    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    try:
+        data = json.loads(file.read_text())
+    except OSError as error:
+        raise ModelError(f"a draft needs its configuration ({error.strerror})", file=file) from error
+    except ValueError as error:
+        raise ModelError(f"not JSON ({error})", file=file) from error
+    if not isinstance(data, dict):
+        raise ModelError("not a JSON object", file=file)
+    try:
+        return parse_draft_config(data, target)
+    except ModelError as error:
+        raise ModelError(str(error), file=file) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"missing or malformed key ({type(error).__name__}: {error})", file=file) from error
+
+
+def algorithm_of(data: Mapping[str, Any]) -> Algorithm:
+    """Which algorithm a config is for. Raises ModelError if it names none that is supported."""
+    kind = data.get("speculators_model_type")
+    architectures = " ".join(data.get("architectures") or [])
+    if kind == "dflash" or "dflash_config" in data or "DFlashDraft" in architectures:
+        return "dflash"
+    if kind == "eagle3" or "eagle_config" in data or "Eagle3" in architectures or "draft_vocab_size" in data:
+        return "eagle3"
+    raise ModelError(f"neither an EAGLE-3 nor a DFlash draft (architectures: {architectures or kind or 'none'})")
+
+
+def parse_draft_config(data: Mapping[str, Any], target: ModelConfig) -> DraftConfig:
+    """A config from its JSON. Raises ModelError, KeyError, TypeError or ValueError for what cannot be."""
+    version = data.get("octavo_format", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise ModelError(f"draft format {version}; this version reads {FORMAT_VERSION}: train it again")
+    parse = _parse_eagle if algorithm_of(data) == "eagle3" else _parse_dflash
+    config = parse(data, target)
+    sha = data.get("target_sha256")
+    return replace(config, target_sha256=None if sha is None else str(sha))
+
+
+def _layer_keys(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = data.get("transformer_layer_config")
+    return inner if isinstance(inner, Mapping) else data
+
+
+def _shape(keys: Mapping[str, Any]) -> LayerShape:
+    hidden, heads = int(keys["hidden_size"]), int(keys["num_attention_heads"])
+    kv_heads = keys.get("num_key_value_heads")
+    head_dim = keys.get("head_dim")
+    act = str(keys.get("hidden_act", "silu"))
+    if act not in ("silu", "gelu_pytorch_tanh"):
+        raise ModelError(f"hidden_act {act!r}: allowed silu, gelu_pytorch_tanh")
+    return LayerShape(
+        hidden_size=hidden,
+        intermediate_size=int(keys["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else int(kv_heads),
+        head_dim=hidden // heads if head_dim is None else int(head_dim),
+        rms_eps=float(keys.get("rms_norm_eps", 1e-6)),
+        activation="silu" if act == "silu" else "gelu_tanh",
+        attention_bias=bool(keys.get("attention_bias", False)),
+    )
+
+
+def _context(keys: Mapping[str, Any]) -> int | None:
+    value = keys.get("max_position_embeddings")
+    return None if value is None else int(value)
+
+
+def _parse_eagle(data: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+    keys = _layer_keys(data)
+    speculators = "speculators_model_type" in data
+    layers = int(keys.get("num_hidden_layers", 1))
+    if layers != 1:
+        raise ModelError(f"{layers} decoder layers: EAGLE-3 drafts of one layer are supported")
+    vocab = int(data.get("vocab_size", keys.get("vocab_size", target.vocab_size)))
+    eagle = data.get("eagle_config") or {}
+    taps = data.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    norm_output = data.get("norm_output")
+    if data.get("fc_norm") and data.get("norm_before_fc"):
+        raise ModelError("fc_norm and norm_before_fc exclude each other")
+    return EagleConfig(
+        layer=_shape(keys),
+        vocab_size=vocab,
+        draft_vocab_size=int(data.get("draft_vocab_size") or vocab),
+        taps=default_eagle_taps(target.num_layers) if taps is None else tuple(int(t) for t in taps),
+        context_tokens=_context(keys),
+        fc_norm=bool(data.get("fc_norm", False)),
+        norm_before_fc=bool(data.get("norm_before_fc", False)),
+        norm_before_residual=bool(data.get("norm_before_residual", False)),
+        feed_normed=speculators and bool(norm_output),
+        norm_logits=speculators or norm_output is None or bool(norm_output),
+        target_head=bool(data.get("target_head", False)),
+    )
+
+
+def _parse_dflash(data: Mapping[str, Any], target: ModelConfig) -> DFlashConfig:
+    keys = _layer_keys(data)
+    inner: Mapping[str, Any] = data.get("dflash_config") or {}
+    layers = int(keys["num_hidden_layers"])
+    vocab = int(keys.get("vocab_size", target.vocab_size))
+    if "speculators_model_type" in data:
+        ids = data.get("aux_hidden_state_layer_ids")
+        taps = default_eagle_taps(target.num_layers) if ids is None else tuple(int(i) for i in ids)
+        target_ids = tuple(i - 1 for i in taps)
+        causal_sliding = not data.get("sliding_window_non_causal", False)
+        if data.get("sample_from_anchor"):
+            raise ModelError("sample_from_anchor is not supported")
+    else:
+        ids = inner.get("target_layer_ids", data.get("target_layer_ids"))
+        target_ids = default_dflash_layers(target.num_layers, layers) if ids is None else tuple(int(i) for i in ids)
+        causal = data.get("is_causal")
+        causal_sliding = True if causal is None else bool(causal)
+    kinds = list(keys.get("layer_types") or ["full_attention"] * layers)
+    if len(kinds) != layers:
+        raise ModelError(f"layer_types names {len(kinds)} layers of {layers}")
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    window = keys.get("sliding_window")
+    if any(sliding) and window is None:
+        raise ModelError("layer_types has sliding layers but sliding_window is not set")
+    mask = inner.get("mask_token_id", data.get("mask_token_id"))
+    if mask is None:
+        raise ModelError("mask_token_id is not set")
+    block = inner.get("block_size", data.get("block_size", 16 if "speculators_model_type" not in data else 8))
+    always_causal = "speculators_model_type" not in data and bool(data.get("is_causal"))
+    return DFlashConfig(
+        layer=_shape(keys),
+        vocab_size=vocab,
+        draft_vocab_size=int(data.get("draft_vocab_size") or vocab),
+        num_layers=layers,
+        target_layer_ids=target_ids,
+        block_size=int(block),
+        mask_token_id=int(mask),
+        windows=tuple(int(window) if s and window is not None else None for s in sliding),
+        causal=tuple((s and causal_sliding) or always_causal for s in sliding),
+        rope=_rope(keys),
+        context_tokens=_context(keys),
+        embed_scale=float(inner.get("input_embedding_scale", data.get("input_embedding_scale", 1.0))),
+    )
+
+
+def _rope(keys: Mapping[str, Any]) -> RopeConfig | None:
+    """Rotation of a draft that has its own (DFlash); None if the config says nothing."""
+    params = keys.get("rope_parameters") or {}
+    if "full_attention" in params:
+        params = params["full_attention"]
+    theta = keys.get("rope_theta", params.get("rope_theta"))
+    scaling = keys.get("rope_scaling") or params
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if theta is None and kind == "default":
+        return None
+    theta = 10000.0 if theta is None else float(theta)
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(f"rope_type {kind!r}: allowed default, linear, llama3, yarn")
+    numbers = {k: float(v) for k, v in scaling.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    numbers.pop("rope_theta", None)
+    return RopeConfig(theta, scaling=kind, params=numbers)
+
+
+def config_json(config: DraftConfig, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The plain layout of a config, as `save_draft` writes it."""
+    layer = config.layer
+    data: dict[str, Any] = {
+        "octavo_format": FORMAT_VERSION,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.rms_eps,
+        "hidden_act": "silu" if layer.activation == "silu" else "gelu_pytorch_tanh",
+        "attention_bias": layer.attention_bias,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_sha256": config.target_sha256,
+    }
+    if config.context_tokens is not None:
+        data["max_position_embeddings"] = config.context_tokens
+    if isinstance(config, EagleConfig):
+        data["architectures"] = ["LlamaForCausalLMEagle3"]
+        data["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.taps), "use_aux_hidden_state": True}
+        data.update(
+            fc_norm=config.fc_norm,
+            norm_before_fc=config.norm_before_fc,
+            norm_before_residual=config.norm_before_residual,
+            norm_output=config.norm_logits,
+            target_head=config.target_head,
+        )
+        if config.feed_normed:
+            raise ModelError("the plain layout cannot say that the normed state is fed back")
+    else:
+        data["architectures"] = ["DFlashDraftModel"]
+        data["block_size"] = config.block_size
+        data["dflash_config"] = {
+            "target_layer_ids": list(config.target_layer_ids),
+            "mask_token_id": config.mask_token_id,
+            "input_embedding_scale": config.embed_scale,
+        }
+        data["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+        data["sliding_window"] = next((w for w in config.windows if w is not None), None)
+        if any(config.windows) and not any(config.causal):
+            data["is_causal"] = False
+        if config.rope is not None:
+            data["rope_theta"] = config.rope.theta
+            if config.rope.scaling is not None:
+                data["rope_scaling"] = {"rope_type": config.rope.scaling, **config.rope.params}
+    data.update(extra or {})
+    return data
