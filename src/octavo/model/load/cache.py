@@ -23,13 +23,18 @@ def cache_folder(override: str | os.PathLike[str] | None = None) -> Path:
 def storage_error(error: OSError, path: Path, doing: str) -> ModelError:
     """A typed error for a folder that cannot be written, saying which and what helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ModelError(f"{doing}: the disk is full ({error.strerror}); free some space or set OCTAVO_CACHE to a folder "
-                          "on another disk", file=path)
+        return ModelError(
+            f"{doing}: the disk is full ({error.strerror}); free some space or set OCTAVO_CACHE to a folder "
+            "on another disk",
+            file=path,
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return ModelError(f"{doing}: the folder cannot be written ({error.strerror}); set OCTAVO_CACHE to one that can",
-                          file=path)
-    return ModelError(f"{doing}: {error.strerror or error}; set OCTAVO_CACHE to another folder if this one is at fault",
-                      file=path)
+        return ModelError(
+            f"{doing}: the folder cannot be written ({error.strerror}); set OCTAVO_CACHE to one that can", file=path
+        )
+    return ModelError(
+        f"{doing}: {error.strerror or error}; set OCTAVO_CACHE to another folder if this one is at fault", file=path
+    )
 
 
 def file_sha256(path: Path) -> str:

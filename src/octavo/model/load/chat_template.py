@@ -124,15 +124,18 @@ def render_chat(
 def _cut(text: str) -> str:
     head, mark, _ = text.rpartition(_END_MARK)
     if not mark:
-        raise RequestError("continue_final_message: the chat template does not show the last message unchanged",
-                           param="continue_final_message")
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message unchanged",
+            param="continue_final_message",
+        )
     return head
 
 
 def _prepare(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{index}]: got {message!r}; an object with a role is needed",
-                           param=f"messages[{index}]")
+        raise RequestError(
+            f"messages[{index}]: got {message!r}; an object with a role is needed", param=f"messages[{index}]"
+        )
     out = dict(message)
     content = out.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -144,5 +147,7 @@ def _part(index: int, number: int, part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else part
-    raise RequestError(f"messages[{index}].content[{number}]: got {kind!r}; only parts of type 'text' are read",
-                       param=f"messages[{index}].content")
+    raise RequestError(
+        f"messages[{index}].content[{number}]: got {kind!r}; only parts of type 'text' are read",
+        param=f"messages[{index}].content",
+    )

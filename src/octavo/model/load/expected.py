@@ -94,16 +94,26 @@ def check_tensors(
     for name, shape in expected.items():
         label = shown.get(name, name)
         if name not in shapes:
-            raise ModelError(f"tensor missing; a {config.architecture} checkpoint of "
-                             f"{config.num_layers} layers needs it in shape {list(shape)}", file=file, tensor=label)
+            raise ModelError(
+                f"tensor missing; a {config.architecture} checkpoint of "
+                f"{config.num_layers} layers needs it in shape {list(shape)}",
+                file=file,
+                tensor=label,
+            )
         if tuple(shapes[name]) != shape:
-            raise ModelError(f"wrong shape {list(shapes[name])}; the configuration asks for {list(shape)}",
-                             file=files.get(name, file), tensor=label)
+            raise ModelError(
+                f"wrong shape {list(shapes[name])}; the configuration asks for {list(shape)}",
+                file=files.get(name, file),
+                tensor=label,
+            )
     extra = [name for name in shapes if name not in expected and not name.endswith(IGNORED_SUFFIXES)]
     if config.tie_embeddings:  # a saved copy of the tied head says nothing new
         extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
         name = extra[0]
-        raise ModelError(f"unexpected tensor ({len(extra)} such): a {config.architecture} network of this "
-                         "configuration has no use for it, and leaving it out would change the answers",
-                         file=files.get(name, file), tensor=shown.get(name, name))
+        raise ModelError(
+            f"unexpected tensor ({len(extra)} such): a {config.architecture} network of this "
+            "configuration has no use for it, and leaving it out would change the answers",
+            file=files.get(name, file),
+            tensor=shown.get(name, name),
+        )

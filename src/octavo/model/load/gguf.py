@@ -61,7 +61,7 @@ def canonical_name(name: str, architecture: str) -> str:
 
 
 def half_split_rows(heads: int, head_dim: int) -> np.ndarray:
-    """Where each row of a half-split RoPE's weight lies in a weight stored for interleaved pairs: int64 [heads·head_dim].
+    """Where each row of a half-split weight lies in one stored for interleaved pairs: int64 [heads·head_dim].
 
     llama.cpp's `llama` architecture rotates neighbours (2i, 2i+1); the half-split form rotates (i, i + head_dim/2).
     """
@@ -111,16 +111,18 @@ class GGUFSource:
         file, info = raw[ROPE_FREQS]
         heads = self.metadata.get(f"{self.metadata['general.architecture']}.attention.head_count")
         if info.kind != "F32" or len(info.shape) != 1:
-            raise ModelError(f"{info.kind} in shape {list(info.shape)}; a vector of F32 is needed",
-                             file=file.path, tensor=ROPE_FREQS)
+            raise ModelError(
+                f"{info.kind} in shape {list(info.shape)}; a vector of F32 is needed", file=file.path, tensor=ROPE_FREQS
+            )
         factors = tuple(float(v) for v in file.rows(info).reshape(-1).view(np.float32))
         key_length = self.metadata.get(f"{self.metadata['general.architecture']}.attention.key_length")
         hidden = self.metadata.get(f"{self.metadata['general.architecture']}.embedding_length")
         if isinstance(heads, int) and heads > 0 and isinstance(hidden, int):
             head_dim = key_length if isinstance(key_length, int) else hidden // heads
             if len(factors) != head_dim // 2:
-                raise ModelError(f"wrong shape [{len(factors)}]; half a head is {head_dim // 2}",
-                                 file=file.path, tensor=ROPE_FREQS)
+                raise ModelError(
+                    f"wrong shape [{len(factors)}]; half a head is {head_dim // 2}", file=file.path, tensor=ROPE_FREQS
+                )
         if not all(np.isfinite(f) and f > 0 for f in factors):
             raise ModelError("RoPE factors must be positive", file=file.path, tensor=ROPE_FREQS)
         return factors

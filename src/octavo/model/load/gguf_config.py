@@ -33,8 +33,11 @@ class Metadata:
         value = self.get(key, default)
         if isinstance(value, np.ndarray):  # one value a layer
             if len({int(v) for v in value}) != 1:
-                raise ModelError(f"metadata {self._prefix}.{key} differs from layer to layer ({value.tolist()}); "
-                                 "such models are not supported", file=self.file)
+                raise ModelError(
+                    f"metadata {self._prefix}.{key} differs from layer to layer ({value.tolist()}); "
+                    "such models are not supported",
+                    file=self.file,
+                )
             value = int(value[0])
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ModelError(f"metadata {self._prefix}.{key} is {value!r}; a positive number is needed", file=self.file)
@@ -52,7 +55,9 @@ def gguf_architecture(values: Mapping[str, Any], file: Path) -> str:
     architecture = values.get("general.architecture")
     kind = values.get("general.type", "model")
     if kind == "adapter" or any(key.startswith("adapter.") for key in values):
-        raise ModelError("this is a LoRA adapter, which is not supported; merge it into its base model first", file=file)
+        raise ModelError(
+            "this is a LoRA adapter, which is not supported; merge it into its base model first", file=file
+        )
     if kind in ("mmproj", "imatrix") or architecture in VISION:
         found = "an importance matrix" if kind == "imatrix" else f"the vision part of a model ({architecture})"
         raise ModelError(f"this is {found}, not a text model; pass the language model's file", file=file)
@@ -60,8 +65,9 @@ def gguf_architecture(values: Mapping[str, Any], file: Path) -> str:
         raise ModelError("metadata general.architecture is missing", file=file)
     if values.get(f"{architecture}.expert_count", 0) or architecture.endswith("moe"):
         count = values.get(f"{architecture}.expert_count", "several")
-        raise ModelError(f"a mixture of experts (MoE, {count} experts, architecture {architecture!r}) "
-                         "is not supported", file=file)
+        raise ModelError(
+            f"a mixture of experts (MoE, {count} experts, architecture {architecture!r}) is not supported", file=file
+        )
     if architecture not in SUPPORTED:
         raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(SUPPORTED)}", file=file)
     return architecture
@@ -80,18 +86,27 @@ def gguf_config(
     hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
     head_dim = meta.integer("attention.key_length", hidden // heads)
     if meta.integer("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"keys of {head_dim} and values of {meta.get('attention.value_length')} elements a head: "
-                         "they must be of one size", file=file)
+        raise ModelError(
+            f"keys of {head_dim} and values of {meta.get('attention.value_length')} elements a head: "
+            "they must be of one size",
+            file=file,
+        )
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError(f"partial rotary embedding ({meta.get('rope.dimension_count')} of {head_dim} elements a head) "
-                         "is not supported", file=file)
+        raise ModelError(
+            f"partial rotary embedding ({meta.get('rope.dimension_count')} of {head_dim} elements a head) "
+            "is not supported",
+            file=file,
+        )
     kv_heads = meta.integer("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise ModelError(f"{heads} heads cannot share {kv_heads} KV heads evenly", file=file)
     embedding = shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
-        raise ModelError("tensor missing" if embedding is None else f"wrong shape {list(embedding)}; a matrix is needed",
-                         file=file, tensor="token_embd.weight")
+        raise ModelError(
+            "tensor missing" if embedding is None else f"wrong shape {list(embedding)}; a matrix is needed",
+            file=file,
+            tensor="token_embd.weight",
+        )
     layers = meta.integer("block_count")
     fields: dict[str, Any] = {
         "architecture": architecture,
@@ -128,8 +143,10 @@ def _gemma3(meta: Metadata, layers: int, hidden: int, heads: int) -> dict[str, A
     pattern = meta.get("attention.sliding_window_pattern", GEMMA_PATTERN)
     if isinstance(pattern, np.ndarray | list):  # one flag a layer: does it slide?
         if len(pattern) < layers:
-            raise ModelError(f"metadata gemma3.attention.sliding_window_pattern names {len(pattern)} layers of {layers}",
-                             file=meta.file)
+            raise ModelError(
+                f"metadata gemma3.attention.sliding_window_pattern names {len(pattern)} layers of {layers}",
+                file=meta.file,
+            )
         sliding = [bool(flag) for flag in pattern[:layers]]
     else:
         every = meta.integer("attention.sliding_window_pattern", GEMMA_PATTERN)
@@ -159,12 +176,14 @@ def _rope(meta: Metadata, factors: tuple[float, ...] | None) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta=theta, scaling="linear", params={"factor": factor})
     if kind != "yarn":
-        raise ModelError(f"RoPE scaling {kind!r} is not supported; allowed: none, linear, yarn, rope_freqs tensor",
-                         file=meta.file)
+        raise ModelError(
+            f"RoPE scaling {kind!r} is not supported; allowed: none, linear, yarn, rope_freqs tensor", file=meta.file
+        )
     params = {
         "factor": factor,
-        "original_max_position_embeddings": float(meta.integer("rope.scaling.original_context_length",
-                                                               meta.integer("context_length"))),
+        "original_max_position_embeddings": float(
+            meta.integer("rope.scaling.original_context_length", meta.integer("context_length"))
+        ),
         "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": meta.number("rope.scaling.yarn_beta_slow", 1.0),
     }

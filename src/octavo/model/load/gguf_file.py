@@ -53,7 +53,19 @@ _SCALARS = {
     5: struct.Struct("<i"), 6: struct.Struct("<f"), 7: struct.Struct("<?"), 10: _U64, 11: struct.Struct("<q"),
     12: struct.Struct("<d"),
 }  # fmt: skip
-_ARRAY_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_ARRAY_DTYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 
 
@@ -255,8 +267,11 @@ def open_gguf(path: Path) -> list[GGUFFile]:
     if match is None:
         first = GGUFFile(path)
         if first.metadata.get("split.count", 1) > 1:
-            raise ModelError(f"part {first.metadata.get('split.no', 0) + 1} of {first.metadata['split.count']}, but its "
-                             "name does not end in -00001-of-0000N.gguf, so the others cannot be found", file=path)
+            raise ModelError(
+                f"part {first.metadata.get('split.no', 0) + 1} of {first.metadata['split.count']}, but its "
+                "name does not end in -00001-of-0000N.gguf, so the others cannot be found",
+                file=path,
+            )
         return [first]
     count = int(match["count"])
     parts = [path.with_name(f"{match['stem']}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
@@ -266,8 +281,11 @@ def open_gguf(path: Path) -> list[GGUFFile]:
     files = [GGUFFile(part) for part in parts]
     for number, file in enumerate(files):
         if file.metadata.get("split.no", number) != number or file.metadata.get("split.count", count) != count:
-            raise ModelError(f"says it is part {file.metadata.get('split.no', 0) + 1} of "
-                             f"{file.metadata.get('split.count')}; expected {number + 1} of {count}", file=file.path)
+            raise ModelError(
+                f"says it is part {file.metadata.get('split.no', 0) + 1} of "
+                f"{file.metadata.get('split.count')}; expected {number + 1} of {count}",
+                file=file.path,
+            )
     listed = files[0].metadata.get("split.tensors.count")
     found = sum(len(file.tensors) for file in files)
     if listed is not None and listed != found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,8 +67,9 @@ def load_tokenizer(
     chat_template: str | os.PathLike[str] | None = None,
 ) -> tuple[Tokenizer, ModelConfig]:
     """Tokenizer and configuration only (no torch): what the HTTP process needs. Same arguments as `load_model`."""
-    loaded = load_model(spec, cache_dir=cache_dir, accept_license=accept_license, progress=progress,
-                        chat_template=chat_template)
+    loaded = load_model(
+        spec, cache_dir=cache_dir, accept_license=accept_license, progress=progress, chat_template=chat_template
+    )
     return loaded.tokenizer, loaded.config
 
 
@@ -96,7 +98,36 @@ def read_template(path: Path) -> str:
 
 
 def _load_path(path: Path, name: str, cache: Path) -> LoadedModel:
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if (path / "config.json").exists() or (path / "adapter_config.json").exists() or not ggufs:
+            return _load_folder(path, name)
+        if len({_split_stem(p) for p in ggufs}) > 1:
+            raise ModelError(
+                f"the folder holds {len(ggufs)} GGUF models ({', '.join(p.name for p in ggufs)}); name the file",
+                file=path,
+            )
+        path = ggufs[0]
+    if path.suffix in (".bin", ".pt", ".pth"):
+        raise ModelError("pickled weights are not read; pass a .gguf file or a safetensors folder", file=path)
+    if path.suffix == ".safetensors":
+        raise ModelError("pass the folder that holds this file, its config.json and its tokenizer.json", file=path)
     return _load_gguf(path, name, cache)
+
+
+def _split_stem(path: Path) -> str:
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+
+
+def _load_folder(folder: Path, name: str) -> LoadedModel:
+    from .safetensors import SafetensorsSource
+    from .tokenizer_folder import folder_tokenizer
+
+    source = SafetensorsSource(folder)
+    tokenizer = folder_tokenizer(folder, source.config)
+    _check_vocabulary(tokenizer, source.config, folder / "tokenizer.json")
+    config = replace(source.config, eos_token_ids=tuple(sorted(tokenizer.eos_ids)))
+    return LoadedModel(config, source, tokenizer, name, folder, f"safetensors {_main_kind(source)}", source.nbytes())
 
 
 def _load_gguf(path: Path, name: str, cache: Path) -> LoadedModel:
@@ -112,8 +143,9 @@ def _load_gguf(path: Path, name: str, cache: Path) -> LoadedModel:
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> None:
     if tokenizer.vocab_size > config.vocab_size:
-        raise ModelError(f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows",
-                         file=path)
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} rows", file=path
+        )
 
 
 def _main_kind(source: TensorSource) -> str:

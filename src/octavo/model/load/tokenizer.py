@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RequestError
@@ -60,7 +61,7 @@ class Tokenizer:
         """Ids the tokenizer can produce; a model's embedding may have more rows."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
@@ -79,8 +80,10 @@ class Tokenizer:
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except UnicodeEncodeError as error:
-            raise RequestError(f"prompt: character {error.start} is {text[error.start]!r}, not valid Unicode; send UTF-8 "
-                               "text", param="prompt") from None
+            raise RequestError(
+                f"prompt: character {error.start} is {text[error.start]!r}, not valid Unicode; send UTF-8 text",
+                param="prompt",
+            ) from None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -92,7 +95,7 @@ class Tokenizer:
     # -- chat --------------------------------------------------------------------------------------------------------
 
     def with_template(self, template: str) -> Tokenizer:
-        """This tokenizer with another chat template (`--chat-template FILE`). Raises `ModelError` if it is not Jinja."""
+        """This tokenizer with another chat template (`--chat-template FILE`). Raises `ModelError` if it is none."""
         check_template(template)
         other = object.__new__(Tokenizer)
         other.__dict__.update(self.__dict__)
@@ -136,7 +139,7 @@ class Tokenizer:
             return ids
         return [self.bos_id, *ids] if self.adds_bos else ids
 
-    @property
+    @cached_property
     def adds_bos(self) -> bool:
         """Whether plain prompts get a BOS in front."""
         return self.bos_id is not None and self.backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]

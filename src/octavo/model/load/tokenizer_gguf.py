@@ -45,7 +45,14 @@ _SPLITS = {
 }  # fmt: skip
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _PLAIN = ("gpt-2", "gpt2", "phi-2", "default", "mpt", "olmo", "jais", "trillion")
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # a word in the vocabulary is one token
+_WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "pixtral",
+    "tekken",
+)  # a word in the vocabulary is one token
 _NFC = ("qwen2", "deepseek-r1-qwen", "megrez")
 PRE_TOKENIZERS = tuple(sorted({*_SPLITS, *_SINGLE_DIGITS, *_PLAIN}))
 
@@ -109,8 +116,9 @@ def _convert(file: GGUFFile) -> tokenizers.Tokenizer:
     kinds = values.get("tokenizer.ggml.token_type")
     kinds = [1] * len(tokens) if kinds is None else [int(k) for k in kinds]
     if len(kinds) != len(tokens):
-        raise ModelError(f"metadata tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens",
-                         file=file.path)
+        raise ModelError(
+            f"metadata tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens", file=file.path
+        )
     model = values.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend = _byte_level(file, tokens)
@@ -130,7 +138,9 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     values = file.metadata
     kind = values.get("tokenizer.ggml.pre", "default")
     if kind not in PRE_TOKENIZERS:
-        raise ModelError(f"pre-tokenizer {kind!r} is not supported; allowed: {', '.join(PRE_TOKENIZERS)}", file=file.path)
+        raise ModelError(
+            f"pre-tokenizer {kind!r} is not supported; allowed: {', '.join(PRE_TOKENIZERS)}", file=file.path
+        )
     if "tokenizer.ggml.merges" not in values:
         raise ModelError("metadata tokenizer.ggml.merges is missing: a gpt2 vocabulary needs it", file=file.path)
     merges = [_pair(merge, file.path) for merge in values["tokenizer.ggml.merges"].to_list()]
@@ -153,8 +163,8 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: Sequence[int]) -> tokenizers.Tokenizer:
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     values = file.metadata
     gemma = str(values.get("general.architecture", "")).startswith("gemma")
@@ -166,8 +176,9 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: Sequence[int]) -> t
     else:
         scores = values.get("tokenizer.ggml.scores")
         if scores is None or len(scores) != len(tokens):
-            raise ModelError("metadata tokenizer.ggml.scores is missing or too short: a llama vocabulary needs it",
-                             file=file.path)
+            raise ModelError(
+                "metadata tokenizer.ggml.scores is missing or too short: a llama vocabulary needs it", file=file.path
+            )
         # Gemma's pieces are listed in the order of their merges; its scores are not in that order throughout.
         merges = recover_merges(tokens, -np.arange(len(tokens)) if gemma else np.asarray(scores, dtype=np.float64))
     unknown = values.get("tokenizer.ggml.unknown_token_id")
@@ -216,14 +227,19 @@ def _pair(merge: str, path: Path) -> tuple[str, str]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Control tokens are matched whole and can be skipped in text; user-defined ones are matched whole and kept."""
+    """Control tokens are matched whole and can be skipped in text; user-defined ones are matched whole and kept.
+
+    Runs of spaces are left to the merges: SentencePiece matches them after spaces became visible, not before.
+    """
     from tokenizers import AddedToken
 
-    control = [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL]
+    control = [
+        AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL
+    ]
     defined = [
         AddedToken(t, normalized=False, special=False)
         for t, k in zip(tokens, kinds, strict=True)
-        if k == USER_DEFINED and t
+        if k == USER_DEFINED and t.strip(_SPACE)
     ]
     backend.add_special_tokens(control)
     backend.add_tokens(defined)
@@ -238,7 +254,11 @@ def _add_ends(
     ends = {}
     for name, default in (("bos", default_bos), ("eos", False)):
         token_id = values.get(f"tokenizer.ggml.{name}_token_id")
-        if values.get(f"tokenizer.ggml.add_{name}_token", default) and isinstance(token_id, int) and token_id < len(tokens):
+        if (
+            values.get(f"tokenizer.ggml.add_{name}_token", default)
+            and isinstance(token_id, int)
+            and token_id < len(tokens)
+        ):
             ends[name] = (tokens[token_id], token_id)
     if ends:
         template = [ends[n][0] for n in ("bos",) if n in ends] + ["$A"] + [ends[n][0] for n in ("eos",) if n in ends]
