@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from octavo.api.neutral import NEUTRAL, shown
+from octavo.api.disconnect import ClientGone
+from octavo.api.neutral import shown
 from octavo.errors import EngineDead, OctavoError, QueueFull, RequestError
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ def install(app: FastAPI, endpoints: Mapping[str, list[str]]) -> None:
             raise error
         return _http(request, error, endpoints)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; 499 is what access logs call this
+
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         logger.error("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
         return JSONResponse(error_body(f"internal error: {type(error).__name__}", 500, code="internal_error"), 500)
@@ -98,6 +102,7 @@ def install(app: FastAPI, endpoints: Mapping[str, list[str]]) -> None:
     app.add_exception_handler(OctavoError, octavo_error)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(Exception, unexpected)
 
 
@@ -159,13 +164,10 @@ def _words(problem: Any, path: list[Any]) -> str:
     models = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
               schema.AbortRequest, schema.Message, schema.ResponseFormat, schema.Tool, schema.FunctionDefinition,
               schema.ContentPart, schema.StreamOptions, schema.JsonSchemaFormat)
-    name = next((part for part in reversed(path) if isinstance(part, str) and part.isidentifier()
-                 and part not in _UNION_TAGS), "")
-    ordered = models if len([p for p in path if isinstance(p, str) and p not in _UNION_TAGS]) <= 1 else models[::-1]
-    for model in ordered:
-        field = model.model_fields.get("schema_" if name == "schema" else name)
-        if field is not None and field.description:
-            return f"allowed: {field.description}"
-    if name in NEUTRAL:
-        return NEUTRAL[name].allowed
+    names = [part for part in path if isinstance(part, str) and part.isidentifier() and part not in _UNION_TAGS]
+    for name in reversed(names):  # the innermost field that says what it allows
+        for model in models if name == names[0] else models[::-1]:
+            field = model.model_fields.get("schema_" if name == "schema" else name)
+            if field is not None and field.description:
+                return f"allowed: {field.description}"
     return str(problem["msg"])

@@ -27,7 +27,7 @@ import zmq.asyncio
 from octavo.engine import messages as m
 from octavo.engine.process import DEFAULT_CORE, Boot
 from octavo.engine.request import EngineRequest
-from octavo.errors import EngineDead, OctavoError
+from octavo.errors import EngineDead, OctavoError, RequestError
 
 SILENCE_S = 4.0  # without a heartbeat for this long the engine counts as dead to clients (they are promised 5 s)
 KILL_AFTER_S = 10.0  # a silent engine is killed after this long; until then it may come back (a stopped process)
@@ -56,6 +56,11 @@ class RequestStream:
     def done(self) -> bool:
         """Nothing more will come from the engine."""
         return not self._open_choices
+
+    @property
+    def running(self) -> bool:
+        """The engine has taken the request and not finished it."""
+        return bool(self._open_choices) and self.accepted.done()
 
     def put(self, delta: m.ChoiceDelta) -> None:
         if delta.index not in self._open_choices:
@@ -231,6 +236,8 @@ class EngineClient:
         """
         if self.state is not EngineState.READY:
             raise self._unavailable()
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id: {request.request_id!r} is in use", param="request_id")
         stream = RequestStream(self, request)
         self._streams[request.request_id] = stream
         self._send(m.Submit(request))

@@ -25,7 +25,6 @@ import zmq
 
 from octavo.engine import messages as m
 from octavo.engine.handshake import describe, pack_tokenizer
-from octavo.engine.output import RequestMetrics
 from octavo.engine.request import ChoiceOutput
 from octavo.errors import OctavoError
 
@@ -114,24 +113,9 @@ def delta_of(output: ChoiceOutput) -> m.ChoiceDelta:
         stop_reason=output.stop_reason,
         prompt_tokens=output.prompt_tokens,
         cached_tokens=output.cached_tokens,
-        metrics=None if output.metrics is None else metrics_of(output.metrics),
+        metrics=None if output.metrics is None else builtins_of(output.metrics.to_dict()),
         error=None if output.error is None else m.ErrorInfo.of(output.error),
     )
-
-
-def metrics_of(metrics: RequestMetrics) -> dict[str, Any]:
-    """A finished choice's own figures: times in seconds, counts, speculation."""
-    return {
-        "queue_s": metrics.queue_s,
-        "time_to_first_token_s": metrics.time_to_first_token_s,
-        "prefill_s": metrics.prefill_s,
-        "decode_s": metrics.decode_s,
-        "decode_tokens_per_s": metrics.decode_tokens_per_s,
-        "output_tokens": metrics.output_tokens,
-        "preemptions": metrics.preemptions,
-        "kv_pages": metrics.kv_pages,
-        "speculation": builtins_of(metrics.speculation),
-    }
 
 
 def _pairs(top: Any) -> list[tuple[int, float]]:

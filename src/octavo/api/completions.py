@@ -1,0 +1,139 @@
+"""POST /v1/completions: raw prompts in, text out; several prompts and `n` choices each, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from octavo.api import sse
+from octavo.api.convert import completion_params, completion_prompts, request_id_of
+from octavo.api.logprobs import CompletionLogprobs, merge_completion
+from octavo.api.merge import merged
+from octavo.api.tally import Tally
+from octavo.errors import OctavoError, RequestError
+from octavo.obs import logs
+
+if TYPE_CHECKING:
+    from octavo.api.schema import CompletionRequest
+    from octavo.api.service import Call, Service
+    from octavo.engine.messages import ChoiceDelta
+    from octavo.params import SamplingParams
+
+
+class Completion:
+    """One completions call from body to answer."""
+
+    def __init__(self, service: Service, body: CompletionRequest, params: SamplingParams,
+                 prompts: list[list[int]]) -> None:
+        self.service, self.body, self.params, self.prompts = service, body, params, prompts
+        self.id = request_id_of(body, "cmpl")
+        self.created = int(time.time())
+        self.tally = Tally()
+        self.calls: list[Call] = []
+        self._echo = [service.tokenizer.decode(ids, True) if body.echo else "" for ids in prompts]
+
+    async def start(self) -> None:
+        """Submit every prompt. If one is refused, those before it are taken back."""
+        many = len(self.prompts) > 1
+        try:
+            for number, ids in enumerate(self.prompts):
+                request_id = f"{self.id}-{number}" if many else self.id
+                self.tally.prompt(request_id, len(ids))
+                self.calls.append(self.service.submit(request_id, ids, self.params, self.body.priority or 0))
+            for call in self.calls:
+                await call.accepted()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for call in self.calls:
+            call.close()
+
+    def _index(self, number: int, delta: ChoiceDelta) -> int:
+        return number * self.params.n + delta.index
+
+    def _writers(self) -> dict[int, CompletionLogprobs]:
+        n = self.params.n
+        return {p * n + c: CompletionLogprobs(self.service.token_text, len(self._echo[p]))
+                for p in range(len(self.prompts)) for c in range(n)}
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        n = self.params.n
+        writers = self._writers()
+        choices = [
+            {"index": i, "text": self._echo[i // n], "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for i in range(len(self.prompts) * n)
+        ]
+        logprobs: dict[int, list[dict[str, Any]]] = {i: [] for i in writers}
+        async with contextlib.aclosing(merged(self.calls)) as deltas:
+            async for number, delta in deltas:
+                self.tally.add(delta)
+                index = self._index(number, delta)
+                choice = choices[index]
+                choice["text"] += delta.text
+                part = writers[index].add(delta.logprobs)
+                if part is not None:
+                    logprobs[index].append(part)
+                if delta.finished:
+                    choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+        for index, choice in enumerate(choices):
+            if self.params.logprobs is not None:
+                choice["logprobs"] = merge_completion(logprobs[index])
+            logs.prompts.info("answer %s[%d]: %r", self.id, index, choice["text"])
+        out = {**self._head("text_completion"), "choices": choices, "usage": self.tally.usage()}
+        if self.body.include_metrics:
+            out["metrics"] = self.tally.metrics()
+        return out
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model,
+                "system_fingerprint": self.service.fingerprint}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        head = self._head("text_completion")
+        options = self.body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        null_usage = {"usage": None} if with_usage else {}
+        writers = self._writers()
+        waiting_echo = set(writers) if self.body.echo else set()
+        try:
+            async with contextlib.aclosing(merged(self.calls)) as deltas:
+                async for number, delta in deltas:
+                    self.tally.add(delta)
+                    index = self._index(number, delta)
+                    text = delta.text
+                    if index in waiting_echo:
+                        waiting_echo.discard(index)
+                        text = self._echo[number] + text
+                    choice = {"index": index, "text": text, "logprobs": writers[index].add(delta.logprobs),
+                              "finish_reason": delta.finish_reason if delta.finished else None,
+                              "stop_reason": delta.stop_reason if delta.finished else None}
+                    yield sse.event({**head, "choices": [choice], **null_usage})
+        except OctavoError as error:
+            yield sse.error_event(error)
+        else:
+            metrics = {"metrics": self.tally.metrics()} if self.body.include_metrics else {}
+            if with_usage or metrics:
+                usage = self.tally.usage() if with_usage else None
+                yield sse.event({**head, "choices": [], "usage": usage, **metrics})
+        yield sse.DONE
+
+
+async def prepare(service: Service, body: CompletionRequest) -> Completion:
+    """Check and tokenise; nothing has been submitted yet. Raises `RequestError`."""
+    service.check_model(body.model)
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo: together with logprobs it would need the log-probabilities of the prompt, which are "
+                           "not supported", param="echo", code="unsupported_value")
+    tokenizer = service.tokenizer
+    params = completion_params(body)
+    prompts = await service.in_thread(completion_prompts, tokenizer, body)
+    if logs.prompts.isEnabledFor(20):
+        for ids in prompts:
+            logs.prompts.info("prompt: %r", tokenizer.decode(ids, False))
+    return Completion(service, body, params, prompts)

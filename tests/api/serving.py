@@ -1,0 +1,126 @@
+"""A real server process for tests: `with running(core=…) as server: server.url`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAUNCH = (
+    "import pickle, sys; from octavo.api.server import serve; "
+    "config, core = pickle.load(sys.stdin.buffer); sys.exit(serve(config, core=core))"
+)
+
+
+@dataclass
+class Server:
+    """One server process and where it listens."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def engine_pid(self) -> int:
+        """Process id of the engine: the server's only child."""
+        out = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert out, "the server has no engine process"
+        return int(out[0])
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, headers=self.headers, timeout=options.pop("timeout", 30), **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(
+            self.url + path, json=body, headers=self.headers, timeout=options.pop("timeout", 120), **options
+        )
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples."""
+        lines = self.get("/metrics").text.splitlines()
+        samples = [line for line in lines if line.startswith((f"octavo:{name} ", f"octavo:{name}{{"))]
+        assert samples, f"no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> float:
+        """Seconds until no request runs or waits."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            if self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0:
+                return time.monotonic() - started
+            time.sleep(0.05)
+        raise AssertionError(f"requests still run after {timeout_s} s")
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(tmp: Path, *, core: str, wait: bool = True, env: dict[str, str] | None = None,
+            **options: Any) -> Iterator[Server]:
+    """Start a server, yield it when it is ready, stop it. Options are those of `ServerConfig`."""
+    from octavo.config import ServerConfig
+
+    port = options.pop("port", None) or free_port()
+    config = ServerConfig(**{"port": port, "draft": "none", "kv_memory": "64MiB", "threads": 1, **options})
+    log = tmp / f"server-{port}.log"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"} | (env or {})
+    scheme = "https" if config.ssl_certfile else "http"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", _LAUNCH], stdin=subprocess.PIPE, stdout=out, stderr=out,
+                                   env=environment, cwd=ROOT)
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps((config, core)))
+        process.stdin.close()
+    server = Server(process, f"{scheme}://127.0.0.1:{port}", log)
+    if config.api_key is not None:
+        server.headers = {"Authorization": f"Bearer {config.api_key}"}
+    try:
+        if wait:
+            wait_ready(server)
+        yield server
+    finally:
+        stop(server)
+
+
+def wait_ready(server: Server, timeout_s: float = 60.0) -> None:
+    """Until `/ready` is 200. Shows the log if the server ends before."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.log.read_text()
+        try:
+            if server.get("/ready", timeout=2, **({"verify": False} if "https" in server.url else {})).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"not ready after {timeout_s} s:\n{server.log.read_text()}")
+
+
+def stop(server: Server, timeout_s: float = 20.0) -> int:
+    """SIGTERM, then wait; the exit code."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        try:
+            server.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
+            raise AssertionError(f"the server did not stop:\n{server.log.read_text()}") from None
+    return server.process.returncode
