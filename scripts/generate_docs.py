@@ -1,6 +1,6 @@
 """Write the documents that are generated from code; with --check, only say whether they are in step.
 
-    python scripts/generate_docs.py [--check]
+python scripts/generate_docs.py [--check]
 """
 
 from __future__ import annotations

@@ -53,101 +53,156 @@ class EngineConfig:
         group="model",
     )
     dtype: str = option(
-        "auto", choice("auto", "float32", "bfloat16"),
+        "auto",
+        choice("auto", "float32", "bfloat16"),
         "type of activations and of weights that are not quantised; auto is float32 on a CPU, bfloat16 on CUDA",
         group="model",
     )
     quantization: str = option(
-        "auto", choice("auto", "none", "int8", "int4"),
+        "auto",
+        choice("auto", "none", "int8", "int4"),
         "weight format; auto keeps the file's own where a fast kernel for it exists on this machine",
         group="model",
     )
     device: str = option("cpu", choice("cpu", "cuda"), "where the model runs", group="model")
     chat_template: str | None = option(
-        None, text("a file that holds a Jinja template", metavar="FILE", optional=True),
-        "chat template to use instead of the model's own", group="model", shown_default="the model's",
+        None,
+        text("a file that holds a Jinja template", metavar="FILE", optional=True),
+        "chat template to use instead of the model's own",
+        group="model",
+        shown_default="the model's",
     )
     accept_license: bool = option(
         False, switch(), "accept the terms of a model whose terms must be accepted (Gemma)", group="model"
     )
     cache_dir: str | None = option(
-        None, text("a folder", metavar="FOLDER", optional=True),
-        "where fetched models are kept", group="model", shown_default="~/.cache/octavo",
+        None,
+        text("a folder", metavar="FOLDER", optional=True),
+        "where fetched models are kept",
+        group="model",
+        shown_default="~/.cache/octavo",
     )
     max_model_len: int | None = option(
-        None, integer(1, optional=True, metavar="TOKENS"),
-        "longest prompt plus answer, in tokens", group="model", shown_default="the model's context",
+        None,
+        integer(1, optional=True, metavar="TOKENS"),
+        "longest prompt plus answer, in tokens",
+        group="model",
+        shown_default="the model's context",
     )
 
     page_size: int = option(
         16,
-        integer(1, MAX_PAGE_SIZE_TOKENS, check=_power_of_two, metavar="TOKENS",
-                allowed=f"a power of two from 1 to {MAX_PAGE_SIZE_TOKENS}"),
-        "tokens in a KV page", group="memory",
+        integer(
+            1,
+            MAX_PAGE_SIZE_TOKENS,
+            check=_power_of_two,
+            metavar="TOKENS",
+            allowed=f"a power of two from 1 to {MAX_PAGE_SIZE_TOKENS}",
+        ),
+        "tokens in a KV page",
+        group="memory",
     )
     kv_memory: int | None = option(
-        None, size(optional=True), "memory for KV pages, all pools together", group="memory",
+        None,
+        size(optional=True),
+        "memory for KV pages, all pools together",
+        group="memory",
         shown_default="half of what is available after the weights",
     )
     num_pages: int | None = option(
-        None, integer(1, optional=True), "pages of the full-attention pool; overrides --kv-memory",
-        group="memory", shown_default="from --kv-memory",
+        None,
+        integer(1, optional=True),
+        "pages of the full-attention pool; overrides --kv-memory",
+        group="memory",
+        shown_default="from --kv-memory",
     )
     num_swa_pages: int | None = option(
-        None, integer(1, optional=True), "pages of the sliding-window pool; overrides --kv-memory",
-        group="memory", shown_default="from --kv-memory",
+        None,
+        integer(1, optional=True),
+        "pages of the sliding-window pool; overrides --kv-memory",
+        group="memory",
+        shown_default="from --kv-memory",
     )
     kv_dtype: str = option(
-        "auto", choice("auto", "bf16", "float32"),
-        "type of keys and values; auto is float32 for float32 activations, bf16 for bfloat16", group="memory",
+        "auto",
+        choice("auto", "bf16", "float32"),
+        "type of keys and values; auto is float32 for float32 activations, bf16 for bfloat16",
+        group="memory",
     )
     prefix_cache: bool = option(True, switch(), "reuse the KV of prompts that begin alike", group="memory")
     evict_policy: str = option(
-        "lru", choice("lru", also="module:Class", accept=class_path),
-        "which cached pages go first when a pool is full", group="memory",
+        "lru",
+        choice("lru", also="module:Class", accept=class_path),
+        "which cached pages go first when a pool is full",
+        group="memory",
     )
 
     max_running: int = option(32, integer(1, 65536), "requests that decode together", group="schedule")
     max_batched_tokens: int = option(
-        512, integer(1), "tokens one step may compute: decode rows first, the rest is prefill", group="schedule",
+        512,
+        integer(1),
+        "tokens one step may compute: decode rows first, the rest is prefill",
+        group="schedule",
         metavar="TOKENS",
     )
     prefill_chunk: int | None = option(
-        None, integer(1, optional=True, metavar="TOKENS"), "longest piece of one prompt computed in one step",
-        group="schedule", shown_default="--max-batched-tokens",
+        None,
+        integer(1, optional=True, metavar="TOKENS"),
+        "longest piece of one prompt computed in one step",
+        group="schedule",
+        shown_default="--max-batched-tokens",
     )
     threads: int | None = option(
-        None, integer(1, 1024, optional=True), "threads that compute", group="schedule",
+        None,
+        integer(1, 1024, optional=True),
+        "threads that compute",
+        group="schedule",
         shown_default="the physical cores this process may use",
     )
     overlap: bool | None = option(
-        None, switch(optional=True), "prepare the next step before the result of this one is known",
-        group="schedule", shown_default="on with CUDA, off on a CPU",
+        None,
+        switch(optional=True),
+        "prepare the next step before the result of this one is known",
+        group="schedule",
+        shown_default="on with CUDA, off on a CPU",
     )
     deterministic: bool | None = option(
-        None, switch(optional=True),
+        None,
+        switch(optional=True),
         "a request's text does not depend on its company, chunking, drafts or page size, bit for bit",
-        group="schedule", shown_default="on with a CPU, off with CUDA",
+        group="schedule",
+        shown_default="on with a CPU, off with CUDA",
     )
     seed: int = option(0, integer(0, 2**63 - 1), "seed of requests that give none", group="schedule")
 
     draft: str = option(
-        "auto", choice(*DRAFTS, also="module:Class", accept=class_path),
-        "how tokens are drafted; auto takes the fastest draft that exists for the model, else ngram", group="draft",
+        "auto",
+        choice(*DRAFTS, also="module:Class", accept=class_path),
+        "how tokens are drafted; auto takes the fastest draft that exists for the model, else ngram",
+        group="draft",
     )
     draft_model: str | None = option(
-        None, text("a draft folder or file", metavar="PATH", optional=True),
-        "weights of an EAGLE-3 or DFlash draft", group="draft", shown_default="the one shipped for the model",
+        None,
+        text("a draft folder or file", metavar="PATH", optional=True),
+        "weights of an EAGLE-3 or DFlash draft",
+        group="draft",
+        shown_default="the one shipped for the model",
     )
     draft_tokens: int | None = option(
-        None, integer(1, 64, optional=True), "tokens verified together, the root included (DFlash: block size)",
-        group="draft", shown_default="by algorithm",
+        None,
+        integer(1, 64, optional=True),
+        "tokens verified together, the root included (DFlash: block size)",
+        group="draft",
+        shown_default="by algorithm",
     )
     draft_steps: int | None = option(
         None, integer(1, 63, optional=True), "EAGLE-3 steps", group="draft", shown_default="by algorithm"
     )
     draft_topk: int | None = option(
-        None, integer(1, 64, optional=True), "EAGLE-3 branches a step; 1 is a chain", group="draft",
+        None,
+        integer(1, 64, optional=True),
+        "EAGLE-3 branches a step; 1 is a chain",
+        group="draft",
         shown_default="1",
     )
     draft_adaptive: bool = option(
@@ -156,16 +211,19 @@ class EngineConfig:
 
     check_books: bool = option(False, switch(), "check every law of the KV books after every step", group="debug")
     record_trace: str | None = option(
-        None, text("a file", metavar="FILE", optional=True),
-        "write every ledger call as JSON lines for `octavo replay`", group="debug",
+        None,
+        text("a file", metavar="FILE", optional=True),
+        "write every ledger call as JSON lines for `octavo replay`",
+        group="debug",
     )
 
     def __post_init__(self) -> None:
         for opt in options_of(type(self)):
             object.__setattr__(self, opt.name, opt.convert(getattr(self, opt.name), opt.name))
         if self.prefill_chunk is not None and self.prefill_chunk > self.max_batched_tokens:
-            raise ConfigError("prefill_chunk", self.prefill_chunk,
-                              f"allowed: at most max_batched_tokens ({self.max_batched_tokens})")
+            raise ConfigError(
+                "prefill_chunk", self.prefill_chunk, f"allowed: at most max_batched_tokens ({self.max_batched_tokens})"
+            )
 
     @classmethod
     def options(cls) -> dict[str, Option]:
@@ -173,8 +231,9 @@ class EngineConfig:
         return {opt.name: opt for opt in options_of(cls)}
 
     @classmethod
-    def from_options(cls, given: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None,
-                     cli: bool = False) -> Self:
+    def from_options(
+        cls, given: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None, cli: bool = False
+    ) -> Self:
         """From given options, then the environment, then defaults. `cli`: errors name flags, not keywords."""
         env = os.environ if environ is None else environ
         return cls(**merge(cls.options(), given or {}, env, cli=cli))
@@ -213,36 +272,52 @@ class EngineConfig:
 class ServerConfig(EngineConfig):
     """An engine's options plus those of the HTTP server."""
 
-    host: str = option("127.0.0.1", text("an address or host name", metavar="HOST"), "address to listen on",
-                       group="server")
-    port: int = option(8000, integer(0, 65535, metavar="PORT"), "port to listen on; 0 takes a free one",
-                       group="server")
+    host: str = option(
+        "127.0.0.1", text("an address or host name", metavar="HOST"), "address to listen on", group="server"
+    )
+    port: int = option(8000, integer(0, 65535, metavar="PORT"), "port to listen on; 0 takes a free one", group="server")
     api_key: str | None = option(
-        None, text("any text", metavar="KEY", optional=True),
+        None,
+        text("any text", metavar="KEY", optional=True),
         "key clients must send as a bearer token; better given as OCTAVO_API_KEY, where `ps` does not show it",
-        group="server", secret=True,
+        group="server",
+        secret=True,
     )
     served_model_name: tuple[str, ...] = option(
-        (), names(), "names clients may ask for; the first is reported", group="server",
+        (),
+        names(),
+        "names clients may ask for; the first is reported",
+        group="server",
         shown_default="the model's name",
     )
-    cors_origin: tuple[str, ...] = option((), names(), "origins whose pages may call the server", group="server",
-                                          shown_default="none")
-    root_path: str = option("", text("a path", metavar="PATH", optional=True),
-                            "path prefix a reverse proxy strips", group="server", shown_default="none")
-    ssl_certfile: str | None = option(None, text("a PEM file", metavar="FILE", optional=True),
-                                      "TLS certificate", group="server")
-    ssl_keyfile: str | None = option(None, text("a PEM file", metavar="FILE", optional=True),
-                                     "TLS private key", group="server")
+    cors_origin: tuple[str, ...] = option(
+        (), names(), "origins whose pages may call the server", group="server", shown_default="none"
+    )
+    root_path: str = option(
+        "",
+        text("a path", metavar="PATH", optional=True),
+        "path prefix a reverse proxy strips",
+        group="server",
+        shown_default="none",
+    )
+    ssl_certfile: str | None = option(
+        None, text("a PEM file", metavar="FILE", optional=True), "TLS certificate", group="server"
+    )
+    ssl_keyfile: str | None = option(
+        None, text("a PEM file", metavar="FILE", optional=True), "TLS private key", group="server"
+    )
     max_queue: int = option(256, integer(0), "requests that may wait; more get 429", group="server")
-    max_body_bytes: int = option(16 * 1024**2, size(), "largest request body", group="server",
-                                 shown_default="16MiB")
+    max_body_bytes: int = option(16 * 1024**2, size(), "largest request body", group="server", shown_default="16MiB")
     shutdown_timeout_s: float = option(
-        30.0, seconds(), "how long running requests may go on after a stop signal", group="server",
+        30.0,
+        seconds(),
+        "how long running requests may go on after a stop signal",
+        group="server",
         shown_default="30",
     )
-    restart_engine: bool = option(False, switch(), "start a dead engine process again instead of exiting",
-                                  group="server")
+    restart_engine: bool = option(
+        False, switch(), "start a dead engine process again instead of exiting", group="server"
+    )
     log_level: str = option("info", choice("debug", "info", "warning", "error"), "what is logged", group="server")
     log_json: bool = option(False, switch(), "log JSON lines", group="server")
     log_prompts: bool = option(False, switch(), "log prompts and answers (never otherwise)", group="server")

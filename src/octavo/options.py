@@ -43,7 +43,7 @@ class Option:
 
     @property
     def env(self) -> str:
-        return "OCTAVO_" + self.name.removesuffix("_s").upper()
+        return "OCTAVO_" + self.name.removesuffix("_s").removesuffix("_dir").upper()
 
     def convert(self, value: object, label: str) -> Any:
         """The parsed value. Raises ConfigError with `label`, the value and what is allowed."""
@@ -93,8 +93,9 @@ def options_of(config: type) -> Iterator[Option]:
         )
 
 
-def merge(options: Mapping[str, Option], given: Mapping[str, object], environ: Mapping[str, str],
-          *, cli: bool) -> dict[str, Any]:
+def merge(
+    options: Mapping[str, Option], given: Mapping[str, object], environ: Mapping[str, str], *, cli: bool
+) -> dict[str, Any]:
     """Parsed values from `given` (they win) and the environment. `cli` says how errors call an option.
 
     Raises ConfigError for an unknown name (with the nearest known one) and for a bad value.
@@ -162,8 +163,15 @@ def class_path(value: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value) is not None
 
 
-def integer(low: int, high: int | None = None, *, optional: bool = False, check: Callable[[int], bool] | None = None,
-            allowed: str | None = None, metavar: str = "N") -> Parser:
+def integer(
+    low: int,
+    high: int | None = None,
+    *,
+    optional: bool = False,
+    check: Callable[[int], bool] | None = None,
+    allowed: str | None = None,
+    metavar: str = "N",
+) -> Parser:
     words = allowed or (f"a whole number from {low} to {high}" if high is not None else f"a whole number from {low}")
 
     @_parser(words, metavar=metavar)

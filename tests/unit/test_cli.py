@@ -19,8 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments: str, stdin: bytes = b"", **environ: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "octavo", *arguments], input=stdin, capture_output=True, timeout=120,
-        env=os.environ | environ, check=False,
+        [sys.executable, "-m", "octavo", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | environ,
+        check=False,
     )
 
 
@@ -33,8 +37,10 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
         durations.append(time.perf_counter() - start)
         assert done.returncode == 0
     assert min(durations) < 0.5, durations
-    code = ("import sys; from octavo.cli.parser import build_parser; build_parser();"
-            "sys.exit(bool({'torch', 'tokenizers', 'numpy', 'fastapi'} & set(sys.modules)))")
+    code = (
+        "import sys; from octavo.cli.parser import build_parser; build_parser();"
+        "sys.exit(bool({'torch', 'tokenizers', 'numpy', 'fastapi'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

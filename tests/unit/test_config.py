@@ -115,7 +115,11 @@ def test_sizes(value: object, size_bytes: int) -> None:
 
 def test_sizes_are_readable() -> None:
     assert [format_size(n) for n in (0, 1023, 1536, 96 << 20, 3 << 40)] == [
-        "0 B", "1023 B", "1.5 KiB", "96.0 MiB", "3.0 TiB",
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "96.0 MiB",
+        "3.0 TiB",
     ]
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from octavo.errors import OctavoError, UserError
+from octavo.errors import ConfigError, OctavoError, UserError
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -58,5 +58,7 @@ def _fail(error: Exception, verbose: bool, code: int, *, show: bool) -> int:
 
         traceback.print_exception(error)
     message = " ".join(str(error).split())
+    if isinstance(error, ConfigError) and error.option.isidentifier() and error.option.islower():
+        message = "--" + error.option.replace("_", "-") + message.removeprefix(error.option)
     print(f"octavo: {message or type(error).__name__}", file=sys.stderr)
     return code

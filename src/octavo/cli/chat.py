@@ -37,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     params = common.sampling_from(args, config)
     with common.open_llm(config, quiet=args.quiet) as llm:
         if not llm.tokenizer.chat_template:
-            raise UserError(f"{config.model} is a base model without a chat template; give one with "
-                            "--chat-template FILE, or use `octavo generate --raw`")
+            raise UserError(
+                f"{config.model} is a base model without a chat template; give one with "
+                "--chat-template FILE, or use `octavo generate --raw`"
+            )
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty() and not args.quiet:
             print(KEYS)
@@ -84,14 +86,13 @@ class Conversation:
             return
         asked = [*self.messages, {"role": "user", "content": line}]
         try:
-            results, _ = stream_answer(self.llm, list(self.llm.tokenizer.encode_chat(asked)), self.params)
+            answer, _ = stream_answer(self.llm, list(self.llm.tokenizer.encode_chat(asked)), self.params)
         except RequestError as error:  # e.g. the conversation has outgrown the context: say so and go on
             print(f"octavo: {error} (/reset begins anew)", file=sys.stderr)
             return
-        if results:
-            self.messages = [*asked, {"role": "assistant", "content": results[0].text}]
-            if figures:
-                print(f"  [{common.figures_line(results)}]")
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if figures:
+            print(f"  [{common.figures_line([answer])}]")
 
     def _command(self, line: str) -> None:
         if line == "/reset":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import EngineConfig
@@ -19,19 +19,35 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 # Optional packages a command may find missing -> the extra that brings them.
 EXTRA_OF = {
-    "fastapi": "server", "uvicorn": "server", "zmq": "server", "msgspec": "server", "prometheus_client": "server",
-    "starlette": "server", "pydantic": "server", "huggingface_hub": "hub", "llguidance": "grammar",
+    "fastapi": "server",
+    "uvicorn": "server",
+    "zmq": "server",
+    "msgspec": "server",
+    "prometheus_client": "server",
+    "starlette": "server",
+    "pydantic": "server",
+    "huggingface_hub": "hub",
+    "llguidance": "grammar",
 }
 
 GROUP_TITLES = {
-    "model": "model", "memory": "KV memory", "schedule": "scheduling and threads", "draft": "drafts",
-    "debug": "debugging", "server": "server",
+    "model": "model",
+    "memory": "KV memory",
+    "schedule": "scheduling and threads",
+    "draft": "drafts",
+    "debug": "debugging",
+    "server": "server",
 }
 _PREFIX = "option_"
 
 
-def add_config_options(parser: argparse.ArgumentParser, config: type[EngineConfig],
-                       *, only: Iterable[str] | None = None, exclude: Iterable[str] = ()) -> None:
+def add_config_options(
+    parser: argparse.ArgumentParser,
+    config: type[EngineConfig],
+    *,
+    only: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+) -> None:
     """Flags for the options of `config`. Values stay text here: the table parses them and words the errors."""
     groups: dict[str, Any] = {}
     wanted = None if only is None else set(only)
@@ -107,14 +123,31 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     group = parser.add_argument_group("sampling")
     for flag, field, kind, text in _SAMPLING:
         note = f" (default: {max_tokens})" if field == "max_tokens" else ""
-        group.add_argument(flag, dest=field, type=kind, default=argparse.SUPPRESS, help=text + note,
-                           metavar="N" if kind is int else "X")
-    group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
-                       help="end before this text; may be given several times")
-    group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS,
-                       help="go on past the model's end tokens")
-    group.add_argument("--logprobs", type=int, metavar="N", default=argparse.SUPPRESS,
-                       help="with --json: log-probabilities of the chosen and of the N likeliest tokens")
+        group.add_argument(
+            flag,
+            dest=field,
+            type=kind,
+            default=argparse.SUPPRESS,
+            help=text + note,
+            metavar="N" if kind is int else "X",
+        )
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="end before this text; may be given several times",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on past the model's end tokens"
+    )
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="with --json: log-probabilities of the chosen and of the N likeliest tokens",
+    )
     parser.set_defaults(default_max_tokens=max_tokens)
 
 
@@ -140,18 +173,14 @@ def sampling_from(args: argparse.Namespace, config: EngineConfig, **overrides: A
 
 
 def metrics_dict(metrics: Any) -> dict[str, Any]:
-    """A result's metrics as plain data, whether they are a mapping or a dataclass."""
-    if metrics is None:
-        return {}
-    if isinstance(metrics, Mapping):
-        return dict(metrics)
-    return dataclasses.asdict(metrics)
+    """A result's figures as plain data; empty for an answer that was cut off before it had any."""
+    return {} if metrics is None else dict(metrics.to_dict())
 
 
 def figures_line(results: list[Any]) -> str:
     """One line for people: speed, time to first token, accept length, KV pages. Averages over several results."""
-    all_metrics = [metrics_dict(r.metrics) for r in results]
-    tokens = sum(len(r.token_ids) for r in results)
+    all_metrics = [metrics_dict(result.metrics) for result in results]
+    tokens = sum(len(result.token_ids) for result in results)
 
     def mean(name: str) -> float | None:
         values = [m[name] for m in all_metrics if m.get(name) is not None]
@@ -163,8 +192,8 @@ def figures_line(results: list[Any]) -> str:
         parts.append(f"{speed:.1f} tokens/s")
     if first is not None:
         parts.append(f"first token {first * 1000:.0f} ms")
-    parts.append(f"accept length {accept:.2f}" if accept is not None else "accept length 1.00 (no draft)")
-    pages = [m["kv_pages"] for m in all_metrics if m.get("kv_pages") is not None]
-    if pages:
-        parts.append(f"KV {sum(p if isinstance(p, int) else sum(p.values()) for p in pages)} pages")
+    if accept is not None:
+        parts.append(f"accept length {accept:.2f}")
+    pages = sum(m.get("kv_pages", 0) for m in all_metrics)
+    parts.append(f"KV {pages} page{'s' if pages != 1 else ''}")
     return " · ".join(parts)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli import common
@@ -12,8 +16,10 @@ from octavo.config import EngineConfig
 from octavo.errors import UserError
 
 if TYPE_CHECKING:
-    from octavo import LLM
+    from octavo import LLM, RequestOutput
     from octavo.params import SamplingParams
+
+EXIT_INTERRUPTED = 130
 
 HELP = "answer one or more prompts"
 EXAMPLES = [
@@ -26,8 +32,12 @@ DEFAULT_MAX_TOKENS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT",
-                        help="text to answer, each argument a prompt of its own; - reads standard input")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="text to answer, each argument a prompt of its own; - reads standard input",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message for chat models")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object (docs/schemas/generate.json)")
@@ -46,22 +56,24 @@ def run(args: argparse.Namespace) -> int:
     with common.open_llm(config, quiet=args.quiet or args.json) as llm:
         ids = [encode(llm, prompt, raw=args.raw, system=args.system) for prompt in prompts]
         if args.json:
-            results, interrupted = _collect(llm, ids, params), False
-            document = _document(llm, prompts, results)
-            print(json.dumps(document, ensure_ascii=False))
-        elif len(ids) == 1 and params.n == 1:
-            results, interrupted = stream_answer(llm, ids[0], params)
+            results, interrupted = _collect(llm, ids, params)
+            print(json.dumps(_document(llm, prompts, results), ensure_ascii=False))
+            return EXIT_INTERRUPTED if interrupted else 0
+        answers: list[Any]
+        if len(ids) == 1 and params.n == 1:
+            answer, interrupted = stream_answer(llm, ids[0], params)
+            answers = [answer]
         else:
-            results, interrupted = _collect(llm, ids, params), False
+            results, interrupted = _collect(llm, ids, params)
+            answers = [output for result in results for output in result.outputs]
             _print_several(prompts, results)
-        if not args.json:
-            if results and not args.quiet:
-                print(common.figures_line(results))
-            if args.show_kv:
-                from octavo.cli.books import print_books
+        if not args.quiet:
+            print(common.figures_line(answers))
+        if args.show_kv:
+            from octavo.cli.books import print_books
 
-                print_books(llm)
-    return 130 if interrupted else 0
+            print_books(llm)
+    return EXIT_INTERRUPTED if interrupted else 0
 
 
 def _read_prompts(arguments: list[str]) -> list[str]:
@@ -85,50 +97,86 @@ def encode(llm: LLM, prompt: str, *, raw: bool, system: str | None = None) -> li
     return list(tokenizer.encode_chat([*messages, {"role": "user", "content": prompt}]))
 
 
-def stream_answer(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[Any], bool]:
-    """Print one answer while it is written. Returns its result and whether Ctrl-C cut it off."""
-    last, interrupted = None, False
-    stream = llm.stream(ids, params)
-    try:
-        for last in stream:
-            sys.stdout.write(last.delta)
+@dataclass
+class Answer:
+    """One answer put together from the pieces of a stream."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    metrics: Any = None
+
+
+def stream_answer(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[Answer, bool]:
+    """Print one answer while it is written. Returns it and whether Ctrl-C cut it off."""
+    answer = Answer()
+    with interrupts(llm) as interrupted:
+        for piece in llm.stream(ids, params):
+            answer.text += piece.text
+            answer.token_ids += piece.token_ids
+            answer.finish_reason, answer.metrics = piece.finish_reason, piece.metrics
+            sys.stdout.write(piece.text)
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        interrupted = True
-        stream.close()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    return [last] if last is not None else [], interrupted
+    return answer, interrupted()
 
 
-def _collect(llm: LLM, ids: list[list[int]], params: SamplingParams) -> list[Any]:
-    """All results, choices of one prompt side by side."""
-    return [choice for result in llm.generate(ids, params) for choice in (getattr(result, "choices", None) or [result])]
+@contextmanager
+def interrupts(llm: LLM) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C ends what is being generated after the step in progress, never in the middle of the books.
+
+    Yields a function that says whether it was pressed. A second Ctrl-C is an ordinary KeyboardInterrupt.
+    """
+    pressed = False
+
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        llm.interrupt()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _print_several(prompts: list[str], results: list[Any]) -> None:
-    each = max(1, len(results) // max(1, len(prompts)))
-    for number, result in enumerate(results):
-        title = " ".join(prompts[number // each].split())
+def _collect(llm: LLM, ids: list[list[int]], params: SamplingParams) -> tuple[list[RequestOutput], bool]:
+    """All results, and whether Ctrl-C cut them off."""
+    with interrupts(llm) as interrupted:
+        results = llm.generate(ids, params)
+    return results, interrupted()
+
+
+def _print_several(prompts: list[str], results: list[RequestOutput]) -> None:
+    for prompt, result in zip(prompts, results, strict=True):
+        title = " ".join(prompt.split())
         title = title if len(title) <= 70 else title[:67] + "..."
-        print(f"── {number + 1}. {title}\n{result.text}\n")
+        for output in result.outputs:
+            number = f" ({output.index + 1})" if len(result.outputs) > 1 else ""
+            print(f"── {title}{number}\n{output.text}\n")
 
 
-def _document(llm: LLM, prompts: list[str], results: list[Any]) -> dict[str, Any]:
+def _document(llm: LLM, prompts: list[str], results: list[RequestOutput]) -> dict[str, Any]:
     """What --json prints. The first answer's fields stand at the top level too."""
-    each = max(1, len(results) // max(1, len(prompts)))
-    outputs = []
-    for number, result in enumerate(results):
-        outputs.append({
-            "prompt": prompts[number // each],
-            "text": result.text,
-            "token_ids": list(result.token_ids),
+    outputs = [
+        {
+            "prompt": prompt,
+            "index": output.index,
+            "text": output.text,
+            "token_ids": list(output.token_ids),
             "prompt_token_ids": list(result.prompt_token_ids),
-            "finish_reason": result.finish_reason,
-            "logprobs": plain(result.logprobs),
-            "figures": plain(common.metrics_dict(result.metrics)),
-        })
-    first = {key: outputs[0][key] for key in ("text", "token_ids", "finish_reason", "figures")} if outputs else {}
+            "finish_reason": output.finish_reason,
+            "logprobs": plain(output.logprobs),
+            "figures": common.metrics_dict(output.metrics),
+        }
+        for prompt, result in zip(prompts, results, strict=True)
+        for output in result.outputs
+    ]
+    first = {key: outputs[0][key] for key in ("text", "token_ids", "finish_reason", "figures")}
     return {"model": llm.config.model, **first, "outputs": outputs, "books": plain(llm.kv_report())}
 
 

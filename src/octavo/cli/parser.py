@@ -14,6 +14,7 @@ from octavo._version import __version__
 COMMANDS = {
     "generate": "generate",
     "chat": "chat",
+    "bench": "bench",
 }
 
 DESCRIPTION = "Octavo: LLM inference whose KV memory is exact to the page."
@@ -41,20 +42,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="octavo", description=DESCRIPTION, epilog=EPILOG, formatter_class=HelpFormatter,
-                    allow_abbrev=False)
+    parser = Parser(
+        prog="octavo", description=DESCRIPTION, epilog=EPILOG, formatter_class=HelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(f"octavo.cli.{module_name}")
         sub = commands.add_parser(
-            name, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            name,
+            help=module.HELP,
+            description=module.HELP[0].upper() + module.HELP[1:] + ".",
             epilog="examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES),
-            formatter_class=HelpFormatter, allow_abbrev=False,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
         )
-        sub.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS,
-                         help="show tracebacks of errors")
+        sub.add_argument(
+            "-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors"
+        )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return parser

@@ -1,0 +1,184 @@
+"""Engines behind one face: this one in a mode of its own, or a peer in its own process. Each times one group."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from octavo.bench.workload import Case
+from octavo.cli.common import metrics_dict, open_llm
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, OctavoError
+
+if TYPE_CHECKING:
+    from octavo import LLM
+
+PEERS = {"llama.cpp": "llamacpp_peer.py", "vllm": "vllm_peer.py", "transformers": "transformers_peer.py"}
+MODES = {"plain": "none", "ngram": "ngram", "eagle3": "eagle3", "dflash": "dflash", "best": "auto"}
+
+
+@dataclass
+class Sample:
+    """One timed group. Seconds from submission; `output_ids` per stream."""
+
+    wall_s: float
+    first_token_s: list[float]
+    decode_s: float  # from every stream's first token to the end
+    output_ids: list[list[int]]
+    accept_lengths: list[float] = field(default_factory=list)
+    accepted_by_position: list[list[float]] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    name: str
+    mode: str
+    threads: int
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def run(self, prompts: Sequence[list[int]], case: Case) -> Sample: ...
+
+    def close(self) -> None: ...
+
+
+class Ours:
+    """This engine in one mode, prefix cache off."""
+
+    name = "octavo"
+
+    def __init__(self, mode: str, config: EngineConfig) -> None:
+        if mode not in MODES:
+            raise ConfigError("--mode", mode, f"allowed: {', '.join(MODES)}")
+        draft = MODES[mode] if config.draft in ("auto", "none") or mode == "plain" else config.draft
+        self.mode, self.threads = mode, config.num_threads
+        self.config = config.replace(draft=draft, prefix_cache=False)
+        start = time.perf_counter()
+        self.llm: LLM = open_llm(self.config, quiet=True)
+        self.load_s = time.perf_counter() - start
+
+    def describe(self) -> dict[str, Any]:
+        return {"startup": list(self.llm.startup_lines()), "load_s": self.load_s}
+
+    def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
+        from octavo.params import SamplingParams
+
+        params = SamplingParams(temperature=case.temperature, max_tokens=case.output_tokens, ignore_eos=True, seed=1)
+        start = time.perf_counter()
+        results = self.llm.generate(list(prompts), params)
+        wall_s = time.perf_counter() - start
+        metrics = [metrics_dict(result.metrics) for result in results]
+        first_s = [float(m["ttft_s"]) for m in metrics]
+        return Sample(
+            wall_s=wall_s,
+            first_token_s=first_s,
+            decode_s=wall_s - max(first_s),
+            output_ids=[list(result.token_ids) for result in results],
+            accept_lengths=[float(m["accept_length"]) for m in metrics if m["accept_length"] is not None],
+            accepted_by_position=[list(m["accepted_per_position"]) for m in metrics if m["accepted_per_position"]],
+        )
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+class PeerFailed(OctavoError):
+    """The peer's process said no, or is gone."""
+
+
+class Peer:
+    """A peer in its own environment, driven over JSON lines (octavo/bench/peers/protocol.py)."""
+
+    mode = "plain"
+
+    def __init__(self, peer: str, python: Path, model: str, *, threads: int, streams: int, context_tokens: int) -> None:
+        script = Path(__file__).with_name("peers") / PEERS[peer]
+        environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+        self.name, self.threads = peer, threads
+        self._process = subprocess.Popen(
+            [str(python), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        self._errors = _Tail(self._process.stderr)
+        self.info = self._ask(op="load", model=model, threads=threads, streams=streams, context_tokens=context_tokens)
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise PeerFailed(f"{self.name}: no pipe")
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise PeerFailed(f"{self.name} ended (exit code {self._process.wait()}): {self._errors.last()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerFailed(f"{self.name}: {answer['error']}")
+        return answer
+
+    def describe(self) -> dict[str, Any]:
+        return self.info
+
+    def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
+        answer = self._ask(
+            op="run", prompts=list(prompts), output_tokens=case.output_tokens, temperature=case.temperature
+        )
+        return Sample(
+            wall_s=answer["wall_s"],
+            first_token_s=answer["first_token_s"],
+            decode_s=answer["decode_s"],
+            output_ids=answer["output_tokens"],
+        )
+
+    def perplexity(self, ids: Sequence[int], window_tokens: int) -> tuple[float, int]:
+        """Sum of negative log-likelihoods (nats) and how many tokens it is over."""
+        answer = self._ask(op="perplexity", token_ids=list(ids), window_tokens=window_tokens)
+        return answer["nll"], answer["tokens"]
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Tail:
+    """Drains a stream in the background and keeps its last lines."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        import threading
+        from collections import deque
+
+        self._lines: deque[str] = deque(maxlen=5)
+        if stream is not None:
+            threading.Thread(target=lambda: self._lines.extend(stream), daemon=True).start()
+
+    def last(self) -> str:
+        return " / ".join(line.strip() for line in self._lines if line.strip())
+
+
+def peer_python(peer: str, given: str | None) -> Path:
+    """The peer's interpreter: the given one, or that of `make peers`. Raises ConfigError where there is none."""
+    if peer not in PEERS:
+        raise ConfigError("--peer", peer, f"allowed: {', '.join(PEERS)}")
+    folder = Path(os.environ.get("OCTAVO_PEERS_DIR") or Path.home() / ".cache/octavo/peers")
+    python = Path(given) if given else folder / peer.replace(".", "") / "bin/python"
+    if not python.is_file():
+        raise ConfigError(
+            "--peer-python", str(python), f"no such interpreter; `make peers` builds it, or name one that has {peer}"
+        )
+    return python

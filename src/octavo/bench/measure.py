@@ -1,0 +1,129 @@
+"""Alternating repeats, medians and spreads.
+
+Every engine runs each case once as a warm-up, then the engines take turns for `repeats` rounds, so that a machine
+that slows down slows all of them. The median counts; where the range is more than a tenth of it, the line is void.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from octavo.bench.engines import Engine, Sample
+from octavo.bench.workload import Case
+
+VOID_SPREAD = 0.10
+
+
+class Prompts(Protocol):
+    def groups(self, case: Case, repeat: int) -> list[list[list[int]]]: ...
+
+
+@dataclass
+class Line:
+    """One engine on one case over all repeats. Speeds are tokens per second over all streams together."""
+
+    case: Case
+    engine: str
+    mode: str
+    threads: int
+    decode_tokens_per_s: list[float] = field(default_factory=list)
+    output_tokens_per_s: list[float] = field(default_factory=list)
+    prefill_tokens_per_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    accept_length: list[float] = field(default_factory=list)
+    accepted_by_position: list[list[float]] = field(default_factory=list)
+    output_ids: list[list[int]] = field(default_factory=list)  # of the last repeat, for identity checks
+
+    @property
+    def speed(self) -> list[float]:
+        """What is compared: decode speed of one stream, output throughput of several."""
+        if self.case.output_tokens == 1:
+            return self.prefill_tokens_per_s
+        return self.decode_tokens_per_s if self.case.streams == 1 else self.output_tokens_per_s
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.speed)
+
+    @property
+    def spread(self) -> float:
+        """(largest − smallest) / median."""
+        return (max(self.speed) - min(self.speed)) / self.median
+
+    @property
+    def void(self) -> bool:
+        return self.spread > VOID_SPREAD
+
+    def add(self, samples: Sequence[Sample], groups: Sequence[Sequence[list[int]]]) -> None:
+        """One repeat: the samples of all groups, summed."""
+        tokens = sum(len(ids) for s in samples for ids in s.output_ids)
+        firsts = [t for s in samples for t in s.first_token_s]
+        decode_s = sum(s.decode_s for s in samples)
+        decoded = tokens - len(firsts)
+        prompt_tokens = sum(len(p) for group in groups for p in group)
+        self.decode_tokens_per_s.append(decoded / decode_s if decoded and decode_s > 0 else 0.0)
+        self.output_tokens_per_s.append(tokens / sum(s.wall_s for s in samples))
+        self.prefill_tokens_per_s.append(prompt_tokens / sum(max(s.first_token_s) for s in samples))
+        self.first_token_s.append(statistics.median(firsts))
+        accepts = [a for s in samples for a in s.accept_lengths]
+        if accepts:
+            self.accept_length.append(statistics.fmean(accepts))
+        self.accepted_by_position = [row for s in samples for row in s.accepted_by_position]
+        self.output_ids = [ids for s in samples for ids in s.output_ids]
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data: raw repeats, median, spread."""
+        return {
+            "engine": self.engine,
+            "mode": self.mode,
+            "threads": self.threads,
+            "case": self.case.label,
+            "kind": self.case.kind,
+            "streams": self.case.streams,
+            "prompt_tokens": self.case.prompt_tokens,
+            "output_tokens": self.case.output_tokens,
+            "temperature": self.case.temperature,
+            "median_tokens_per_s": self.median,
+            "spread": self.spread,
+            "void": self.void,
+            "median_first_token_s": statistics.median(self.first_token_s),
+            "accept_length": statistics.fmean(self.accept_length) if self.accept_length else None,
+            "repeats": {
+                "decode_tokens_per_s": self.decode_tokens_per_s,
+                "output_tokens_per_s": self.output_tokens_per_s,
+                "prefill_tokens_per_s": self.prefill_tokens_per_s,
+                "first_token_s": self.first_token_s,
+            },
+        }
+
+
+def measure(
+    engines: Sequence[Engine],
+    cases: Sequence[Case],
+    prompts: dict[str, Prompts],
+    repeats: int,
+    progress: Callable[[str], None],
+) -> list[Line]:
+    """Lines for every case and engine. `prompts` by kind of case; `progress` hears what runs next."""
+    lines = []
+    for case in cases:
+        row = [Line(case, engine.name, engine.mode, engine.threads) for engine in engines]
+        for engine in engines:  # warm-up: first touches, thread pools, frequency
+            progress(f"{case.label}: {engine.name} {engine.mode}, warm-up")
+            engine.run(prompts[case.kind].groups(case, repeats)[0], case)
+        for repeat in range(repeats):
+            groups = prompts[case.kind].groups(case, repeat)
+            for engine, line in zip(engines, row, strict=True):
+                progress(f"{case.label}: {engine.name} {engine.mode}, {repeat + 1} of {repeats}")
+                line.add([engine.run(group, case) for group in groups], groups)
+        lines.extend(row)
+    return lines
+
+
+def identical_share(line: Line, plain: Line) -> float:
+    """Share of outputs that are the plain run's, token for token."""
+    same = sum(a == b for a, b in zip(line.output_ids, plain.output_ids, strict=True))
+    return same / max(1, len(plain.output_ids))

@@ -1,0 +1,35 @@
+"""JSON lines between `octavo bench` and a peer's process: one request a line on stdin, one answer on stdout.
+
+    {"op": "load", "model": path, "threads": 2, "streams": 1, "context_tokens": 4096, "max_tokens": 128}
+        -> {"name", "version", "weights", "kv", "load_s"}
+    {"op": "run", "prompts": [[ids]], "output_tokens": n, "temperature": 0.0}
+        -> {"wall_s", "first_token_s": [...], "decode_s", "output_tokens": [[ids]]}
+    {"op": "perplexity", "token_ids": [...], "window_tokens": 512} -> {"nll", "tokens"}      (where the peer can)
+
+Times are seconds from the call. `decode_s` runs from the moment every stream has its first token to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def serve(handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """Answer requests until stdin closes. Whatever the library prints goes to stderr, not between our lines."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = handlers[request["op"]](request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()

@@ -1,0 +1,136 @@
+"""A result that can be traced: where, when, with what it was measured; and the table people read."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from octavo import hardware
+from octavo.bench.measure import Line, identical_share
+
+SCHEMA = "octavo-bench-1"
+
+
+def environment() -> dict[str, Any]:
+    """Commit, command, processor, versions."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src", "native")),
+        "command": "octavo " + shlex.join(sys.argv[1:]),
+        "cpu": hardware.cpu_model(),
+        "cores": hardware.physical_cores(),
+        "instruction_sets": sorted(
+            f for f in hardware.cpu_flags() if f.startswith(("avx", "amx", "fma", "f16c", "asimd"))
+        ),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("octavo", "torch", "numpy", "tokenizers")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def best_threads(lines: Sequence[Line]) -> list[Line]:
+    """Of a peer measured with several thread counts, keep the fastest line of each case."""
+    best: dict[tuple[Any, ...], Line] = {}
+    for line in lines:
+        key = (line.case, line.engine, line.mode)
+        if key not in best or line.median > best[key].median:
+            best[key] = line
+    return list(best.values())
+
+
+def document(
+    lines: Sequence[Line], engines: dict[str, Any], model: dict[str, Any], seeds: dict[str, int]
+) -> dict[str, Any]:
+    """The whole result as plain data."""
+    return environment() | {
+        "model": model,
+        "engines": engines,
+        "seeds": seeds,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "lines": [line.summary() | {"ratios": _ratios(line, lines)} for line in lines],
+    }
+
+
+def _ratios(line: Line, lines: Sequence[Line]) -> dict[str, float]:
+    """This engine's line over each other engine's plain line, and over its own plain one."""
+    if line.engine != "octavo":
+        return {}
+    ratios = {}
+    for other in best_threads(lines):
+        if other.case == line.case and other is not line and other.mode == "plain":
+            name = other.engine if other.engine != "octavo" else "plain"
+            ratios[name] = line.median / other.median
+            if name == "plain":
+                ratios["identical_to_plain"] = identical_share(line, other)
+    return ratios
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def table(lines: Sequence[Line]) -> str:
+    """For people. A line whose spread is over a tenth is marked void."""
+    head = ["work", "engine", "mode", "threads", "tokens/s", "spread", "first token", "accept", "ratio"]
+    rows = [head]
+    for line in best_threads(lines):
+        ratios = _ratios(line, lines)
+        shown = ", ".join(f"{value:.2f} × {name}" for name, value in ratios.items() if name != "identical_to_plain")
+        if ratios.get("identical_to_plain", 1.0) < 1.0:
+            shown += f" ({ratios['identical_to_plain']:.0%} identical)"
+        rows.append(
+            [
+                line.case.label,
+                line.engine,
+                line.mode,
+                str(line.threads),
+                f"{line.median:.1f}",
+                f"{line.spread:.0%}" + (" void" if line.void else ""),
+                f"{sorted(line.first_token_s)[len(line.first_token_s) // 2] * 1000:.0f} ms",
+                f"{sum(line.accept_length) / len(line.accept_length):.2f}" if line.accept_length else "–",
+                shown,
+            ]
+        )
+    return render(rows)
+
+
+def render(rows: Sequence[Sequence[str]]) -> str:
+    """Columns under the first row's titles."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("─" * width for width in widths), *lines[1:]])

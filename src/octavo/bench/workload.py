@@ -1,0 +1,106 @@
+"""What is timed: token ids of prompts, the same for every engine.
+
+Two kinds. *depth*: a prompt of an exact number of tokens cut from a fixed text, each stream and repeat another
+piece. *chat*: the prompts of a JSON-lines file through the model's chat template. Prefix caches are off, and the
+prompts differ, so nothing is computed once and used twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError, UserError
+
+CHAT_PROMPTS = "benchmarks/prompts/chat40.jsonl"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: `streams` requests at a time, each with `output_tokens` forced tokens."""
+
+    kind: str  # "depth" | "chat"
+    streams: int
+    prompt_tokens: int | None  # exact for depth; None: as long as the chat prompts are
+    output_tokens: int
+    temperature: float = 0.0
+
+    @property
+    def label(self) -> str:
+        prompt = f"{self.prompt_tokens} tokens" if self.kind == "depth" else "chat prompts"
+        heat = "" if self.temperature == 0 else f", T={self.temperature:g}"
+        return f"{prompt} + {self.output_tokens}, {self.streams} stream{'s' if self.streams > 1 else ''}{heat}"
+
+
+def source_text() -> str:
+    """A long English text every Python brings: the help topics. Its hash is recorded with each result."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class DepthPrompts:
+    """Pieces of the source text of an exact length in tokens."""
+
+    def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
+        self.ids = list(encode(source_text()))
+
+    def groups(self, case: Case, repeat: int) -> list[list[list[int]]]:
+        """One group of `case.streams` prompts; stream s of repeat r starts at a place of its own."""
+        length = case.prompt_tokens or 1
+        if length >= len(self.ids):
+            raise ConfigError("--depth", length, f"allowed: below {len(self.ids)}, the length of the text")
+        prompts = []
+        for stream in range(case.streams):
+            begin = (7919 * (repeat * case.streams + stream) + 104729 * length) % (len(self.ids) - length)
+            prompts.append(self.ids[begin : begin + length])
+        return [prompts]
+
+
+class ChatPrompts:
+    """All prompts of a JSON-lines file, in groups of the case's streams; every repeat is the same work."""
+
+    def __init__(
+        self, path: Path, encode_chat: Callable[[list[dict[str, str]]], Sequence[int]], limit: int | None
+    ) -> None:
+        self.entries = read_prompts(path)[:limit]
+        self.ids = [list(encode_chat([{"role": "user", "content": entry["prompt"]}])) for entry in self.entries]
+
+    def groups(self, case: Case, repeat: int) -> list[list[list[int]]]:
+        return [self.ids[i : i + case.streams] for i in range(0, len(self.ids), case.streams)]
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Entries with `id`, `category`, `prompt`. Raises UserError naming file and line."""
+    entries = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+            raise UserError(f"{path}, line {number}: wants an object with a text field 'prompt'")
+        entries.append(entry)
+    if not entries:
+        raise UserError(f"{path}: no prompts in it")
+    return entries
+
+
+def chat_prompts_path(given: str | None) -> Path:
+    """The prompt file: the given one, or the checkout's own."""
+    if given is not None:
+        return Path(given)
+    for folder in (Path.cwd(), Path(__file__).resolve().parents[3]):
+        if (folder / CHAT_PROMPTS).is_file():
+            return folder / CHAT_PROMPTS
+    raise ConfigError("--prompts", given, f"no {CHAT_PROMPTS} here; name a JSON-lines file with a field 'prompt'")

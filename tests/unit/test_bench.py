@@ -1,0 +1,173 @@
+"""The bench's arithmetic, prompts, peer protocol and record; engines here are small programs with known answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.bench import measure, record
+from octavo.bench.engines import Peer, PeerFailed, Sample, peer_python
+from octavo.bench.workload import Case, ChatPrompts, DepthPrompts, read_prompts
+from octavo.errors import ConfigError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT40 = ROOT / "benchmarks/prompts/chat40.jsonl"
+
+
+def words(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def test_the_forty_prompts_are_as_they_were_before_training() -> None:
+    import hashlib
+
+    entries = read_prompts(CHAT40)
+    counts = {c: sum(e["category"] == c for e in entries) for c in ("explain", "write", "code", "transform")}
+    assert counts == {"explain": 10, "write": 10, "code": 10, "transform": 10}
+    assert len({e["id"] for e in entries}) == len({e["prompt"] for e in entries}) == 40
+    assert hashlib.sha256(CHAT40.read_bytes()).hexdigest() == (
+        "1a2884eb8ebaaf66cc875af2f8a89dba421b827b2fdd24a57aea44b34a5f68a5"
+    )
+
+
+@pytest.mark.parametrize("text", ["not json\n", '{"prompt": 3}\n', "[1]\n", "\n"])
+def test_a_bad_prompt_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"p\.jsonl"):
+        read_prompts(path)
+
+
+def test_depth_prompts_are_exact_distinct_and_repeatable() -> None:
+    prompts = DepthPrompts(words)
+    case = Case("depth", 4, 128, 16)
+    seen = [tuple(p) for repeat in range(5) for group in prompts.groups(case, repeat) for p in group]
+    assert len(seen) == len(set(seen)) == 20
+    assert {len(p) for p in seen} == {128}
+    assert prompts.groups(case, 3) == DepthPrompts(words).groups(case, 3)
+
+
+def test_a_depth_beyond_the_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--depth"):
+        DepthPrompts(words).groups(Case("depth", 1, 10**9, 1), 0)
+
+
+def test_chat_prompts_come_in_groups_of_the_streams() -> None:
+    prompts = ChatPrompts(CHAT40, lambda messages: words(messages[0]["content"]), None)
+    assert [len(g) for g in prompts.groups(Case("chat", 16, None, 8), 0)] == [16, 16, 8]
+
+
+def line(speeds: Sequence[float], engine: str = "octavo", mode: str = "plain", threads: int = 1) -> measure.Line:
+    result = measure.Line(Case("depth", 1, 8, 5), engine, mode, threads)
+    for speed in speeds:
+        sample = Sample(wall_s=4 / speed + 0.5, first_token_s=[0.5], decode_s=4 / speed, output_ids=[[1, 2, 3, 4, 5]])
+        result.add([sample], [[[0] * 8]])
+    return result
+
+
+def test_median_spread_and_void() -> None:
+    steady, shaky = line([100, 102, 98, 101, 99]), line([100, 100, 100, 120, 100])
+    assert steady.median == pytest.approx(100)
+    assert steady.spread == pytest.approx(0.04) and not steady.void
+    assert shaky.spread == pytest.approx(0.2) and shaky.void
+    assert steady.prefill_tokens_per_s[0] == pytest.approx(16)
+    assert steady.output_tokens_per_s[0] == pytest.approx(5 / 0.54)
+
+
+def test_one_token_answers_compare_prefill_and_streams_compare_throughput() -> None:
+    prefill = measure.Line(Case("depth", 1, 8, 1), "octavo", "plain", 1)
+    prefill.add([Sample(0.5, [0.5], 0.0, [[1]])], [[[0] * 8]])
+    assert prefill.median == pytest.approx(16)
+    many = measure.Line(Case("depth", 2, 8, 5), "octavo", "plain", 1)
+    many.add([Sample(2.0, [0.5, 1.0], 1.0, [[1] * 5, [1] * 5])], [[[0] * 8] * 2])
+    assert many.median == pytest.approx(5)
+
+
+def test_engines_take_turns_after_a_warm_up() -> None:
+    order: list[str] = []
+
+    class Named:
+        threads, mode = 1, "plain"
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def describe(self) -> dict[str, Any]:
+            return {}
+
+        def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
+            order.append(self.name)
+            return Sample(1.0, [0.5], 0.5, [[1, 2]])
+
+        def close(self) -> None: ...
+
+    measure.measure(
+        [Named("a"), Named("b")], [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words)}, 3, lambda _: None
+    )
+    assert "".join(order) == "ab" + "ababab"
+
+
+def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() -> None:
+    ours, slow, fast = line([200]), line([80], "llama.cpp"), line([100], "llama.cpp", threads=2)
+    draft = line([300], mode="ngram")
+    draft.output_ids = [[1, 2, 9, 4, 5]]
+    document = record.document([ours, draft, slow, fast], {}, {"name": "m"}, {})
+    ratios = document["lines"][0]["ratios"], document["lines"][1]["ratios"]
+    assert ratios[0] == {"llama.cpp": pytest.approx(2.0)}
+    assert ratios[1]["plain"] == pytest.approx(1.5) and ratios[1]["identical_to_plain"] == 0.0
+    assert document["lines"][2]["ratios"] == {}
+    assert {"commit", "command", "cpu", "versions", "date", "schema"} <= set(document)
+    text = record.table([ours, draft, slow, fast])
+    assert "2.00 × llama.cpp" in text and "(0% identical)" in text and "80.0" not in text
+    json.dumps(document)
+
+
+PEER = """
+import sys; sys.path.insert(0, {folder!r})
+from protocol import serve
+def load(request):
+    print("noise of a library")
+    return {{"name": "p", "streams": request["streams"]}}
+def run(request):
+    if request["output_tokens"] == 13: raise ValueError("unlucky")
+    if request["output_tokens"] == 14: sys.exit("gone")
+    return {{"wall_s": 2.0, "first_token_s": [1.0], "decode_s": 1.0, "output_tokens": [[7] * request["output_tokens"]]}}
+serve({{"load": load, "run": run}})
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    import octavo.bench.engines as engines
+
+    script = tmp_path / "p.py"
+    script.write_text(PEER.format(folder=str(Path(engines.__file__).with_name("peers"))))
+    monkeypatch.setitem(engines.PEERS, "p", str(script))
+    peer = Peer("p", Path(sys.executable), "model", threads=1, streams=3, context_tokens=9)
+    yield peer
+    peer.close()
+
+
+def test_a_peer_answers_over_json_lines_whatever_it_prints(peer: Peer) -> None:
+    assert peer.describe()["streams"] == 3
+    assert peer.run([[1, 2]], Case("depth", 1, 2, 4)).output_ids == [[7, 7, 7, 7]]
+
+
+def test_a_peer_that_fails_or_dies_says_why(peer: Peer) -> None:
+    with pytest.raises(PeerFailed, match="ValueError: unlucky"):
+        peer.run([[1]], Case("depth", 1, 1, 13))
+    assert peer.run([[1]], Case("depth", 1, 1, 2)).wall_s == 2.0
+    with pytest.raises(PeerFailed, match="exit code 1.*gone"):
+        peer.run([[1]], Case("depth", 1, 1, 14))
+
+
+def test_unknown_peers_and_missing_interpreters_are_usage_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--peer: got 'ollama'"):
+        peer_python("ollama", None)
+    with pytest.raises(ConfigError, match="make peers"):
+        peer_python("llama.cpp", str(tmp_path / "python"))
