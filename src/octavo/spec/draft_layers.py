@@ -43,6 +43,7 @@ class DraftTarget:
     head_rows  rows of the target's head as a matrix: [len(ids), H]
     rope       (cos, sin) float32 tables [positions, r] of a rotation over heads of the draft's size
     kind       how the draft's own weights are kept ("fp32", "bf16", "int8")
+    dtype      of activations
     """
 
     network: TargetNetwork
@@ -50,6 +51,7 @@ class DraftTarget:
     head_rows: Callable[[torch.Tensor], Matrix]
     rope: Callable[[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]
     kind: Kind
+    dtype: torch.dtype
     device: torch.device
 
     @property
