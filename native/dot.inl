@@ -1,0 +1,183 @@
+// Integer products of one packed group: R rows x 16 outputs x 32 inputs, exact in int32.
+//
+//   dot4<R>(nibbles, q, stride, out)   codes 0..15 times int8
+//   dot8<R>(bytes, q, stride, sum, out) codes int8 (stored + 128) times int8
+// out[r] is an I: sixteen int32 lanes. q is row 0's group, further rows are `stride` bytes apart.
+namespace {
+
+#if defined(__AVX512VNNI__)
+struct I {
+  __m512i v;
+};
+inline F i_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline __m512i spread(const int8_t* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return _mm512_set1_epi32(x);
+}
+template <int R>
+inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
+  const __m512i mask = _mm512_set1_epi8(15);
+  for (int r = 0; r < R; r++) out[r].v = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    __m512i packed = _mm512_loadu_si512(w + 64 * j);
+    __m512i lo = _mm512_and_si512(packed, mask), hi = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      out[r].v = _mm512_dpbusd_epi32(out[r].v, lo, spread(q + r * stride + 4 * j));
+      out[r].v = _mm512_dpbusd_epi32(out[r].v, hi, spread(q + r * stride + 16 + 4 * j));
+    }
+  }
+}
+template <int R>
+inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
+  for (int r = 0; r < R; r++) out[r].v = _mm512_set1_epi32(-128 * sum[r * sum_stride]);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) {
+    __m512i x = _mm512_loadu_si512(w + 64 * j);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) out[r].v = _mm512_dpbusd_epi32(out[r].v, x, spread(q + r * stride + 4 * j));
+  }
+}
+#elif defined(__AVX2__)
+// Pairs of products stay in int16: a code has four bits, so eight of them add up to at most 8 * 2 * 15 * 127 = 30480.
+struct I {
+  __m256i a, b;
+};
+inline F i_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline __m256i spread(const int8_t* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return _mm256_set1_epi32(x);
+}
+template <int R>
+inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  __m256i a[R], b[R];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m256i w0 = _mm256_loadu_si256((const __m256i*)(w + 64 * j));
+    const __m256i w1 = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32));
+    const __m256i lo0 = _mm256_and_si256(w0, mask), lo1 = _mm256_and_si256(w1, mask);
+    const __m256i hi0 = _mm256_and_si256(_mm256_srli_epi16(w0, 4), mask);
+    const __m256i hi1 = _mm256_and_si256(_mm256_srli_epi16(w1, 4), mask);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m256i x = spread(q + r * stride + 4 * j);
+      const __m256i p0 = _mm256_maddubs_epi16(lo0, x), p1 = _mm256_maddubs_epi16(lo1, x);
+      a[r] = j ? _mm256_add_epi16(a[r], p0) : p0;
+      b[r] = j ? _mm256_add_epi16(b[r], p1) : p1;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m256i y = spread(q + r * stride + 16 + 4 * j);
+      a[r] = _mm256_add_epi16(a[r], _mm256_maddubs_epi16(hi0, y));
+      b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(hi1, y));
+    }
+  }
+  const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) out[r] = {_mm256_madd_epi16(a[r], ones), _mm256_madd_epi16(b[r], ones)};
+}
+// code + 128 = 16 hi + lo, both products as above, minus 128 times the sum of the row's codes.
+template <int R>
+inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
+  const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
+  __m256i half[2][R];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+    __m256i a[R], b[R];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      const __m256i x = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32 * h));
+      const __m256i lo = _mm256_and_si256(x, mask), hi = _mm256_and_si256(_mm256_srli_epi16(x, 4), mask);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m256i y = spread(q + r * stride + 4 * j);
+        const __m256i p0 = _mm256_maddubs_epi16(lo, y), p1 = _mm256_maddubs_epi16(hi, y);
+        a[r] = j ? _mm256_add_epi16(a[r], p0) : p0;
+        b[r] = j ? _mm256_add_epi16(b[r], p1) : p1;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      half[h][r] = _mm256_sub_epi32(_mm256_add_epi32(_mm256_madd_epi16(a[r], ones), _mm256_madd_epi16(b[r], sixteen)),
+                                    _mm256_set1_epi32(128 * sum[r * sum_stride]));
+  }
+  for (int r = 0; r < R; r++) out[r] = {half[0][r], half[1][r]};
+}
+#elif defined(__ARM_FEATURE_DOTPROD) && !defined(OCTAVO_GENERIC)
+struct I {
+  int32x4_t v[4];
+};
+inline F i_float(I x) {
+  F r;
+  for (int i = 0; i < 4; i++) r.v[i] = vcvtq_f32_s32(x.v[i]);
+  return r;
+}
+inline int8x16_t spread(const int8_t* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(x));
+}
+template <int R>
+inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < 4; i++) out[r].v[i] = vdupq_n_s32(0);
+  for (int j = 0; j < 4; j++)
+    for (int i = 0; i < 4; i++) {
+      uint8x16_t packed = vld1q_u8(w + 64 * j + 16 * i);
+      int8x16_t lo = vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(15)));
+      int8x16_t hi = vreinterpretq_s8_u8(vshrq_n_u8(packed, 4));
+      for (int r = 0; r < R; r++) {
+        out[r].v[i] = vdotq_s32(out[r].v[i], lo, spread(q + r * stride + 4 * j));
+        out[r].v[i] = vdotq_s32(out[r].v[i], hi, spread(q + r * stride + 16 + 4 * j));
+      }
+    }
+}
+template <int R>
+inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t*, int64_t, I* out) {
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < 4; i++) out[r].v[i] = vdupq_n_s32(0);
+  for (int j = 0; j < 8; j++)
+    for (int i = 0; i < 4; i++) {
+      int8x16_t x = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(w + 64 * j + 16 * i), vdupq_n_u8(128)));
+      for (int r = 0; r < R; r++) out[r].v[i] = vdotq_s32(out[r].v[i], x, spread(q + r * stride + 4 * j));
+    }
+}
+#else
+struct I {
+  int32_t v[16];
+};
+inline F i_float(I x) {
+  float t[16];
+  for (int i = 0; i < 16; i++) t[i] = (float)x.v[i];
+  return f_load(t);
+}
+template <int R>
+inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < 16; o++) {
+      int32_t total = 0;
+      for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 4; i++) {
+          int packed = w[64 * j + 4 * o + i];
+          total += (packed & 15) * q[r * stride + 4 * j + i] + (packed >> 4) * q[r * stride + 16 + 4 * j + i];
+        }
+      out[r].v[o] = total;
+    }
+}
+template <int R>
+inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t*, int64_t, I* out) {
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < 16; o++) {
+      int32_t total = 0;
+      for (int j = 0; j < 8; j++)
+        for (int i = 0; i < 4; i++) total += ((int)w[64 * j + 4 * o + i] - 128) * q[r * stride + 4 * j + i];
+      out[r].v[o] = total;
+    }
+}
+#endif
+
+}  // namespace

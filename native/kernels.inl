@@ -1,0 +1,475 @@
+// The kernels, written once over simd.h and dot.inl and compiled once per instruction set.
+// Row invariance: every output element is one fixed sequence of operations over its inputs; rows, blocks of
+// outputs and threads only choose which elements are computed when.
+#include "simd.h"
+#include "dot.inl"
+#include "types.h"
+
+namespace octavo {
+namespace {
+
+// ------------------------------------------------------------------------------------------------ linear layers
+
+inline void store_block(const LinearArgs& a, int block, int row, F value) {
+  if (a.w->bias) value = f_add(value, f_load(a.w->bias + block * kBlock));
+  float* out = a.out + row * a.ldo + block * kBlock;
+  const int left = a.w->out - block * kBlock;
+  if (left >= kBlock) {
+    if (a.residual) value = f_add(f_load(a.residual + row * a.ldr + block * kBlock), value);
+    f_store(out, value);
+  } else {
+    if (a.residual) value = f_add(f_load_n(a.residual + row * a.ldr + block * kBlock, left), value);
+    f_store_n(out, value, left);
+  }
+}
+
+// y += d * (scale * sum(q x)) + m * (scale * sum(x)), group after group
+template <int R, bool Four, bool Minimum>
+inline void quant_tile(const LinearArgs& a, int block, int row) {
+  constexpr int kCodes = Four ? 256 : 512, kBytes = kCodes + (Minimum ? 64 : 32);
+  const uint8_t* w = a.w->data + (size_t)block * a.w->block_bytes;
+  const int groups = a.w->in / kGroup;
+  const int64_t stride = a.q.in;
+  const int8_t* q = a.q.code + row * stride;
+  const float* scale = a.q.scale + (int64_t)row * groups;
+  const float* total = a.q.scaled_sum + (int64_t)row * groups;
+  const int32_t* sum = a.q.sum + (int64_t)row * groups;
+  F acc[R];
+  for (int r = 0; r < R; r++) acc[r] = f_set(0.0f);
+  for (int g = 0; g < groups; g++, w += kBytes, q += kGroup) {
+#if defined(__x86_64__)
+    for (int p = 0; p < kBytes; p += 64) __builtin_prefetch(w + 1536 + p, 0, 3);
+#endif
+    I dot[R];
+    if (Four)
+      dot4<R>(w, q, stride, dot);
+    else
+      dot8<R>(w, q, stride, sum + g, groups, dot);
+    const F d = f_half(w + kCodes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r] = f_fma(d, f_mul(i_float(dot[r]), f_set(scale[r * groups + g])), acc[r]);
+    if (Minimum) {
+      const F m = f_half(w + kCodes + 32);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r] = f_fma(m, f_set(total[r * groups + g]), acc[r]);
+    }
+  }
+  for (int r = 0; r < R; r++) store_block(a, block, row + r, acc[r]);
+}
+
+template <int R, bool Bf16>
+inline void dense_tile(const LinearArgs& a, int block, int row) {
+  const uint8_t* w = a.w->data + (size_t)block * a.w->block_bytes;
+  const float* x = a.x + row * a.ldx;
+  F acc[R];
+  for (int r = 0; r < R; r++) acc[r] = f_set(0.0f);
+  for (int k = 0; k < a.w->in; k++, w += Bf16 ? 32 : 64) {
+    const F d = Bf16 ? f_bf16((const uint16_t*)w) : f_load((const float*)w);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r] = f_fma(d, f_set(x[r * a.ldx + k]), acc[r]);
+  }
+  for (int r = 0; r < R; r++) store_block(a, block, row + r, acc[r]);
+}
+
+struct Int4Tile {
+  template <int R>
+  static void run(const LinearArgs& a, int block, int row) {
+    quant_tile<R, true, true>(a, block, row);
+  }
+};
+struct Int8Tile {
+  template <int R>
+  static void run(const LinearArgs& a, int block, int row) {
+    quant_tile<R, false, false>(a, block, row);
+  }
+};
+struct Int8MinimumTile {
+  template <int R>
+  static void run(const LinearArgs& a, int block, int row) {
+    quant_tile<R, false, true>(a, block, row);
+  }
+};
+struct Bf16Tile {
+  template <int R>
+  static void run(const LinearArgs& a, int block, int row) {
+    dense_tile<R, true>(a, block, row);
+  }
+};
+struct Fp32Tile {
+  template <int R>
+  static void run(const LinearArgs& a, int block, int row) {
+    dense_tile<R, false>(a, block, row);
+  }
+};
+
+// Rows in tiles of at most kTileRows; the last tiles are evened out (5 = 3 + 2 costs less than 4 + 1).
+constexpr int kTileRows = 4;
+
+template <class Tile>
+inline void over_rows(const LinearArgs& a, int block_begin, int block_end) {
+  for (int block = block_begin; block < block_end; block++) {
+    int row = 0;
+    while (row < a.rows) {
+      const int left = a.rows - row;
+      int take = left >= 2 * kTileRows ? kTileRows : left > kTileRows ? (left + 1) / 2 : left;
+      switch (take) {
+        case 1: Tile::template run<1>(a, block, row); break;
+        case 2: Tile::template run<2>(a, block, row); break;
+        case 3: Tile::template run<3>(a, block, row); break;
+        default: Tile::template run<4>(a, block, row); break;
+      }
+      row += take;
+    }
+  }
+}
+
+void linear(const LinearArgs& a, int block_begin, int block_end) {
+  switch (a.w->kind) {
+    case kInt4: over_rows<Int4Tile>(a, block_begin, block_end); break;
+    case kInt8:
+      if (a.w->minimum)
+        over_rows<Int8MinimumTile>(a, block_begin, block_end);
+      else
+        over_rows<Int8Tile>(a, block_begin, block_end);
+      break;
+    case kBf16: over_rows<Bf16Tile>(a, block_begin, block_end); break;
+    default: over_rows<Fp32Tile>(a, block_begin, block_end); break;
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- row operations
+
+template <class Step>
+inline void for_lanes(int n, Step step) {  // step(index, lanes)
+  int i = 0;
+  for (; i + 16 <= n; i += 16) step(i, 16);
+  if (i < n) step(i, n - i);
+}
+inline F load_lanes(const float* p, int n) { return n == 16 ? f_load(p) : f_load_n(p, n); }
+inline void store_lanes(float* p, F x, int n) {
+  if (n == 16)
+    f_store(p, x);
+  else
+    f_store_n(p, x, n);
+}
+
+void quantize(const float* x, int in, int8_t* code, float* scale, float* scaled_sum, int32_t* sum) {
+  for (int g = 0; g < in / kGroup; g++, x += kGroup, code += kGroup) {
+    const F a = f_load(x), b = f_load(x + 16);
+    const float top = f_maximum(f_max(f_abs(a), f_abs(b)));
+    const float d = top / 127.0f;
+    const F inverse = f_set(top > 0.0f ? 127.0f / top : 0.0f), limit = f_set(127.0f), floor = f_set(-127.0f);
+    f_to_int8(f_max(f_min(f_mul(a, inverse), limit), floor), code);
+    f_to_int8(f_max(f_min(f_mul(b, inverse), limit), floor), code + 16);
+    int32_t total = 0;
+    for (int i = 0; i < kGroup; i++) total += code[i];
+    scale[g] = d;
+    sum[g] = total;
+    scaled_sum[g] = d * (float)total;
+  }
+}
+
+void rms_norm(const float* x, const float* w, float eps, int n, float* out) {
+  F squares = f_set(0.0f);
+  for_lanes(n, [&](int i, int l) {
+    const F v = load_lanes(x + i, l);
+    squares = f_fma(v, v, squares);
+  });
+  const F inverse = f_set(1.0f / std::sqrt(f_sum(squares) / (float)n + eps));
+  for_lanes(n, [&](int i, int l) {
+    store_lanes(out + i, f_mul(f_mul(load_lanes(x + i, l), inverse), load_lanes(w + i, l)), l);
+  });
+}
+
+inline F sigmoid(F x) { return f_div(f_set(1.0f), f_add(f_set(1.0f), f_exp(f_sub(f_set(0.0f), x)))); }
+inline F tanh_lanes(F x) {  // 1 - 2 / (1 + e^2x)
+  return f_sub(f_set(1.0f), f_div(f_set(2.0f), f_add(f_set(1.0f), f_exp(f_add(x, x)))));
+}
+
+void gated(const float* gate, const float* up, int n, int activation, float* out) {
+  for_lanes(n, [&](int i, int l) {
+    const F g = load_lanes(gate + i, l);
+    F act;
+    if (activation == 0) {
+      act = f_mul(g, sigmoid(g));
+    } else {
+      const F cube = f_mul(f_mul(g, g), g);
+      const F inner = f_mul(f_set(0.7978845608028654f), f_fma(f_set(0.044715f), cube, g));
+      act = f_mul(f_mul(f_set(0.5f), g), f_add(f_set(1.0f), tanh_lanes(inner)));
+    }
+    store_lanes(out + i, f_mul(act, load_lanes(up + i, l)), l);
+  });
+}
+
+void rope(const float* x, const float* cos, const float* sin, int half, int head_dim, float* out) {
+  for_lanes(half, [&](int i, int l) {
+    const F a = load_lanes(x + i, l), b = load_lanes(x + half + i, l);
+    const F c = load_lanes(cos + i, l), s = load_lanes(sin + i, l);
+    store_lanes(out + i, f_sub(f_mul(a, c), f_mul(b, s)), l);
+    store_lanes(out + half + i, f_add(f_mul(b, c), f_mul(a, s)), l);
+  });
+  for (int i = 2 * half; i < head_dim; i++) out[i] = x[i];
+}
+
+void add(const float* a, const float* b, int n, float* out) {
+  for_lanes(n, [&](int i, int l) { store_lanes(out + i, f_add(load_lanes(a + i, l), load_lanes(b + i, l)), l); });
+}
+
+void scale(const float* a, float factor, int n, float* out) {
+  for_lanes(n, [&](int i, int l) { store_lanes(out + i, f_mul(load_lanes(a + i, l), f_set(factor)), l); });
+}
+
+void softcap(float* x, float cap, int n) {
+  const F c = f_set(cap);
+  for_lanes(n, [&](int i, int l) { store_lanes(x + i, f_mul(c, tanh_lanes(f_div(load_lanes(x + i, l), c))), l); });
+}
+
+void store_bf16(const float* x, int n, uint16_t* out) {  // round to nearest even, NaN kept
+  for (int i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    out[i] = (uint16_t)(nan ? (bits >> 16) | 64u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+}
+
+void embed(const Weight& w, int64_t id, float factor, float* out) {
+  const uint8_t* block = w.data + (size_t)(id / kBlock) * w.block_bytes;
+  const int lane = (int)(id % kBlock);
+  if (w.kind == kBf16 || w.kind == kFp32) {
+    for (int k = 0; k < w.in; k++)
+      out[k] = factor * (w.kind == kFp32 ? ((const float*)block)[k * 16 + lane]
+                                         : bf16_to_float(((const uint16_t*)block)[k * 16 + lane]));
+    return;
+  }
+  const int codes = w.kind == kInt4 ? 256 : 512, bytes = codes + (w.minimum ? 64 : 32);
+  for (int g = 0; g < w.in / kGroup; g++, block += bytes) {
+    uint16_t h[2] = {0, 0};
+    std::memcpy(h, block + codes + 2 * lane, 2);
+    if (w.minimum) std::memcpy(h + 1, block + codes + 32 + 2 * lane, 2);
+    const float d = half_to_float_bits(h[0]), m = half_to_float_bits(h[1]);
+    for (int i = 0; i < kGroup; i++) {
+      int code;
+      if (w.kind == kInt4) {
+        const int packed = block[64 * ((i % 16) / 4) + 4 * lane + i % 4];
+        code = i < 16 ? packed & 15 : packed >> 4;
+      } else {
+        code = (int)block[64 * (i / 4) + 4 * lane + i % 4] - 128;
+      }
+      out[g * kGroup + i] = factor * (d * (float)code + m);
+    }
+  }
+}
+
+void argmax(const float* x, int n, float* value, int* index) {
+  F best = f_set(-INFINITY);
+  for_lanes(n, [&](int i, int l) {
+    if (l == 16) best = f_max(f_load(x + i), best);
+  });
+  float top = f_maximum(best);
+  for (int i = n / 16 * 16; i < n; i++) top = x[i] > top ? x[i] : top;
+  int at = 0;
+  while (at < n - 1 && x[at] != top) at++;
+  *value = x[at];
+  *index = at;
+}
+
+// ---------------------------------------------------------------------------------------------------- attention
+
+template <bool Bf16>
+inline F load_kv(const void* p, int d, int lanes) {
+  if (Bf16) {
+    const uint16_t* h = (const uint16_t*)p + d;
+    if (lanes == 16) return f_bf16(h);
+    uint16_t t[16] = {0};
+    std::memcpy(t, h, (size_t)lanes * 2);
+    return f_bf16(t);
+  }
+  return load_lanes((const float*)p + d, lanes);
+}
+
+// Scores of R queries with the eight keys k[0..7]; per score: 16 lanes over the head, added by f_sum's order.
+template <int R, bool Bf16>
+inline void score8(const float* const* q, const void* const* k, int head_dim, float* out, int64_t ldo) {
+  F acc[R][8];
+  for (int pair = 0; pair < 8; pair += 2) {
+    F s[R][2];
+    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_set(0.0f);
+    for_lanes(head_dim, [&](int d, int l) {
+      const F k0 = load_kv<Bf16>(k[pair], d, l), k1 = load_kv<Bf16>(k[pair + 1], d, l);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const F x = load_lanes(q[r] + d, l);
+        s[r][0] = f_fma(x, k0, s[r][0]);
+        s[r][1] = f_fma(x, k1, s[r][1]);
+      }
+    });
+    for (int r = 0; r < R; r++) acc[r][pair] = s[r][0], acc[r][pair + 1] = s[r][1];
+  }
+  for (int r = 0; r < R; r++) f_sum8(acc[r], out + r * ldo);
+}
+
+template <bool Bf16>
+inline void scores(const float* const* q, int queries, const void* const* k, int keys, int head_dim, float* out,
+                   int64_t ldo) {
+  for (int i = 0; i < keys; i += 8) {
+    const void* last[8];
+    const void* const* eight = k + i;
+    float t[3][8];
+    const bool partial = keys - i < 8;
+    if (partial) {
+      for (int j = 0; j < 8; j++) last[j] = k[i + j < keys ? i + j : keys - 1];
+      eight = last;
+    }
+    for (int r = 0; r < queries;) {
+      const int take = queries - r >= 3 ? 3 : queries - r;
+      float* to = partial ? t[0] : out + r * ldo + i;
+      const int64_t ld = partial ? 8 : ldo;
+      if (take == 3)
+        score8<3, Bf16>(q + r, eight, head_dim, to, ld);
+      else if (take == 2)
+        score8<2, Bf16>(q + r, eight, head_dim, to, ld);
+      else
+        score8<1, Bf16>(q + r, eight, head_dim, to, ld);
+      if (partial)
+        for (int s = 0; s < take; s++) std::memcpy(out + (r + s) * ldo + i, t[s], (size_t)(keys - i) * 4);
+      r += take;
+    }
+  }
+}
+
+// acc[r][d] = fma(p[r][i], v[i][d], acc[r][d]) for i in order, one vector of 16 or two at a time
+template <int R, int D, bool Bf16>
+inline void values_tile(const float* const* p, const void* const* v, int keys, int d, int lanes, float* acc,
+                        int64_t lda) {
+  F s[R][D];
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < D; j++) s[r][j] = load_lanes(acc + r * lda + d + 16 * j, lanes);
+  for (int i = 0; i < keys; i++) {
+    F x[D];
+    for (int j = 0; j < D; j++) x[j] = load_kv<Bf16>(v[i], d + 16 * j, lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const F w = f_set(p[r][i]);
+      for (int j = 0; j < D; j++) s[r][j] = f_fma(w, x[j], s[r][j]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < D; j++) store_lanes(acc + r * lda + d + 16 * j, s[r][j], lanes);
+}
+
+template <int R, bool Bf16>
+inline void values_rows(const float* const* p, const void* const* v, int keys, int head_dim, float* acc, int64_t lda) {
+  int d = 0;
+  for (; d + 32 <= head_dim; d += 32) values_tile<R, 2, Bf16>(p, v, keys, d, 16, acc, lda);
+  for (; d + 16 <= head_dim; d += 16) values_tile<R, 1, Bf16>(p, v, keys, d, 16, acc, lda);
+  if (d < head_dim) values_tile<R, 1, Bf16>(p, v, keys, d, head_dim - d, acc, lda);
+}
+
+template <bool Bf16>
+inline void values(const float* const* p, int queries, const void* const* v, int keys, int head_dim, float* acc) {
+  for (int r = 0; r < queries;) {
+    const int take = queries - r >= 3 ? 3 : queries - r;
+    float* to = acc + (int64_t)r * head_dim;
+    if (take == 3)
+      values_rows<3, Bf16>(p + r, v, keys, head_dim, to, head_dim);
+    else if (take == 2)
+      values_rows<2, Bf16>(p + r, v, keys, head_dim, to, head_dim);
+    else
+      values_rows<1, Bf16>(p + r, v, keys, head_dim, to, head_dim);
+    r += take;
+  }
+}
+
+// s: scores of the split by position, -inf where not visible; becomes e^(s - max), exact zeros where not visible
+inline AttnState softmax_split(float* s, float scale_factor) {
+  F top = f_set(-INFINITY);
+  for (int i = 0; i < kSplit; i += 16) {
+    const F x = f_mul(f_load(s + i), f_set(scale_factor));
+    f_store(s + i, x);
+    top = f_max(x, top);
+  }
+  const float m = f_maximum(top);
+  F total = f_set(0.0f);
+  for (int i = 0; i < kSplit; i += 16) {
+    const F x = f_sub(f_load(s + i), f_set(m));
+    const F e = f_zero_below(x, f_set(-87.0f), f_exp(x));
+    f_store(s + i, e);
+    total = f_add(total, e);
+  }
+  return {m, f_sum(total)};
+}
+
+template <bool Bf16>
+void attend_as(const AttnTile& t, AttnState* state, float* acc) {
+  alignas(64) float s[kTileQueries][kSplit];
+  float raw[kTileQueries][kSplit];
+  const float* p[kTileQueries];
+  scores<Bf16>(t.q, t.queries, t.k, t.shared, t.head_dim, raw[0], kSplit);
+  for (int r = 0; r < t.queries; r++) {
+    for (int i = 0; i < kSplit; i++) s[r][i] = -INFINITY;
+    const int begin = t.low[r] > t.first ? t.low[r] : t.first;
+    const int end = t.high[r] < t.first + t.shared ? t.high[r] : t.first + t.shared;
+    for (int i = begin; i < end; i++) s[r][i] = raw[r][i - t.first];
+    if (t.own[r]) scores<Bf16>(t.q + r, 1, t.ok[r], t.own[r], t.head_dim, s[r] + t.own_first[r], kSplit);
+    if (end <= begin && !t.own[r]) {  // nothing of this split is visible to this query
+      state[r] = {-INFINITY, 0.0f};
+      for (int i = 0; i < kSplit; i++) s[r][i] = 0.0f;
+    } else {
+      state[r] = softmax_split(s[r], t.scale);
+    }
+    p[r] = s[r] + t.first;
+  }
+  std::memset(acc, 0, sizeof(float) * (size_t)t.queries * (size_t)t.head_dim);
+  values<Bf16>(p, t.queries, t.v, t.shared, t.head_dim, acc);
+  for (int r = 0; r < t.queries; r++) {
+    const float* own = s[r] + t.own_first[r];
+    if (t.own[r]) values<Bf16>(&own, 1, t.ov[r], t.own[r], t.head_dim, acc + (int64_t)r * t.head_dim);
+  }
+}
+
+void attend(const AttnTile& t, AttnState* state, float* acc) {
+  if (t.bf16)
+    attend_as<true>(t, state, acc);
+  else
+    attend_as<false>(t, state, acc);
+}
+
+inline float exp_one(float x) {  // e^x for x <= 0
+  float t[16];
+  f_store(t, f_zero_below(f_set(x), f_set(-87.0f), f_exp(f_set(x))));
+  return t[0];
+}
+
+// Splits are combined in the order of their positions; an empty one changes nothing.
+void combine(AttnState* into, float* into_acc, const AttnState& part, const float* part_acc, int head_dim) {
+  if (part.max == -INFINITY) return;
+  if (into->max == -INFINITY) {
+    *into = part;
+    std::memcpy(into_acc, part_acc, sizeof(float) * (size_t)head_dim);
+    return;
+  }
+  const float m = part.max > into->max ? part.max : into->max;
+  const float a = exp_one(into->max - m), b = exp_one(part.max - m);
+  into->sum = fma1(into->sum, a, part.sum * b);
+  into->max = m;
+  for_lanes(head_dim, [&](int d, int l) {
+    const F y = f_mul(load_lanes(part_acc + d, l), f_set(b));
+    store_lanes(into_acc + d, f_fma(load_lanes(into_acc + d, l), f_set(a), y), l);
+  });
+}
+
+void finish(const AttnState& state, const float* acc, int head_dim, float* out) {
+  const F total = f_set(state.sum);
+  for_lanes(head_dim, [&](int d, int l) { store_lanes(out + d, f_div(load_lanes(acc + d, l), total), l); });
+}
+
+}  // namespace
+
+#define OCTAVO_TABLE(label)                                                                                       \
+  {                                                                                                               \
+    label, linear, quantize, rms_norm, gated, rope, add, scale, softcap, store_bf16, embed, attend, combine, finish, \
+        argmax                                                                                                    \
+  }
+
+}  // namespace octavo

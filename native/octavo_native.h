@@ -1,0 +1,82 @@
+// C interface of the module: plain pointers and numbers, called from Python through ctypes.
+#pragma once
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+#define OCTAVO_ABI 1  // raised whenever a structure or a call below changes
+
+enum {
+  OCTAVO_EMBED,       // dst <- rows of w for the token ids, times f0
+  OCTAVO_COPY,        // dst <- src
+  OCTAVO_RMS_NORM,    // dst <- norm(src) * w; f0 eps; i0 head size (0: the whole row)
+  OCTAVO_QUANTIZE,    // quant buffer dst <- src
+  OCTAVO_LINEAR,      // dst <- src w^T (+ bias) (+ src2); src is a quant buffer for int4 and int8 weights
+  OCTAVO_ROPE_WRITE,  // dst <- rotated src (q; -1: none); k src2, v buffer i0 offset i1; i2 pool, i3 layer,
+                      // i4 head size, i5 q heads, i6 kv heads; w cos|sin table, i7 its r
+  OCTAVO_ATTENTION,   // dst <- attention of src; i2 pool, i3 layer, i4 head size, i5 heads, i6 kv heads, i7 window
+  OCTAVO_GATED,       // dst <- act(src[:width]) * src[width:]; i0 activation (0 silu, 1 gelu tanh)
+  OCTAVO_ADD,         // dst <- src + src2
+  OCTAVO_SCALE,       // dst <- f0 * src
+  OCTAVO_SOFTCAP,     // dst <- f0 * tanh(src / f0)
+  OCTAVO_ARGMAX       // dst (int64) <- lowest index of the largest src w^T
+};
+
+enum { OCTAVO_OK = 0, OCTAVO_BAD_PAGE = 1, OCTAVO_BAD_TOKEN = 2, OCTAVO_BAD_POSITION = 4 };
+
+typedef struct {
+  int64_t op, dst, dst_offset, src, src_offset, src2, src2_offset, width;
+  const void* w;
+  int64_t i[8];
+  double f[2];
+} octavo_instr;
+
+typedef struct {
+  int64_t tokens, sequences;
+  const int64_t *token_ids, *positions, *write_slots, *rows, *kv_start, *mask, *q_indptr;  // mask may be null
+  void* kv[2];                // pools full, swa; null where there is none
+  int64_t kv_pages[2], kv_page_elements[2];
+  const int32_t* table[2];
+  int64_t table_width[2], table_rows[2];
+  int64_t page_size, kv_bf16;
+  void* const* external;      // pointers of the external buffers, in their order
+  double* profile;            // seconds by stage are added, or null
+} octavo_run;
+
+int octavo_abi(void);
+const char* octavo_best_isa(void);
+int octavo_has_isa(const char* name);
+
+void* octavo_pool(int threads, const int* cpus, int cpu_count, double spin_us);
+void octavo_pool_free(void* pool);
+
+// codes, scale, minimum for int4 (0) and int8 (1); dense for bf16 (2) and fp32 (3); bias [out] or null.
+void* octavo_weight(int kind, int64_t out, int64_t in, const void* codes, const uint16_t* scale,
+                    const uint16_t* minimum, const void* dense, const float* bias);
+int64_t octavo_weight_bytes(const void* weight);
+void octavo_weight_free(void* weight);
+
+// widths: columns of internal float buffers, of quant buffers, of external buffers (row strides in elements)
+void* octavo_program(const octavo_instr* code, int64_t count, const int64_t* widths, int64_t buffers,
+                     const int64_t* quant_widths, int64_t quants, const int64_t* external_widths, int64_t externals,
+                     const char* isa);
+int64_t octavo_program_stages(const void* program);
+// Operation of a stage (its first instruction's) and the weight bytes it reads.
+int64_t octavo_program_stage(const void* program, int64_t stage, int64_t* weight_bytes);
+void octavo_program_free(void* program);
+int octavo_program_run(void* program, void* pool, const octavo_run* run);
+
+// Reads `bytes` of memory with all threads; seconds. For benchmarks.
+double octavo_read_memory(void* pool, const void* data, int64_t bytes);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+#if defined(__cplusplus)
+}
+#endif

@@ -1,0 +1,153 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace octavo {
+namespace {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void pin(int cpu) {
+#if defined(__linux__)
+  if (cpu < 0) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // refused in some containers: then not pinned
+#else
+  (void)cpu;
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int threads, const std::vector<int>& cpus, double spin_us) : spin_us_(spin_us) {
+  for (int i = 1; i < threads; i++) {
+    const int cpu = i < (int)cpus.size() ? cpus[(size_t)i] : -1;
+    workers_.emplace_back([this, i, cpu] { worker(i, cpu); });
+  }
+}
+
+Pool::~Pool() {
+  stop_.store(true);
+  {
+    std::lock_guard<std::mutex> lock(sleep_);
+    wake_.notify_all();
+  }
+  for (auto& t : workers_) t.join();
+}
+
+void Pool::run(Job& job, const std::vector<int>& totals) {
+  std::lock_guard<std::mutex> one(running_);
+  if (totals.size() > capacity_) {  // a late worker may still look at the old array: it is kept
+    if (stages_) retired_.push_back(std::move(stages_));
+    capacity_ = totals.size() * 2;
+    stages_ = std::make_unique<Stage[]>(capacity_);
+    live_.store(stages_.get(), std::memory_order_release);
+  }
+  const uint32_t epoch = ++epoch_;
+  const uint64_t tag = (uint64_t)epoch << 32;
+  totals_ = &totals;
+  job_.store(&job, std::memory_order_relaxed);
+  for (size_t s = 0; s < totals.size(); s++) {
+    Stage& st = stages_[s];
+    st.next.store(tag | 0xffffffffu, std::memory_order_relaxed);  // nobody claims while total changes
+    st.total.store(totals[s] < 0 ? 0 : (uint32_t)totals[s], std::memory_order_release);
+    st.done.store(0, std::memory_order_relaxed);
+    st.next.store(tag, std::memory_order_release);
+  }
+  open(epoch, 0, 0);
+  if (sleepers_.load() > 0) {
+    std::lock_guard<std::mutex> lock(sleep_);
+    wake_.notify_all();
+  }
+  int idle_spins = 0;
+  for (;;) {
+    const uint64_t now = current_.load(std::memory_order_acquire);
+    if ((uint32_t)now == kIdle) break;
+    work(epoch, (uint32_t)now, 0);
+    if (current_.load(std::memory_order_acquire) == now) {
+      relax();
+      if (++idle_spins > 4000) {  // whoever holds the last chunk may need this core
+        idle_spins = 0;
+        std::this_thread::yield();
+      }
+    } else {
+      idle_spins = 0;
+    }
+  }
+}
+
+void Pool::open(uint32_t epoch, uint32_t stage, int thread) {
+  const std::vector<int>& totals = *totals_;
+  Job* job = job_.load(std::memory_order_relaxed);
+  while (stage < totals.size() && totals[stage] <= 0) {
+    job->opened((int)stage);
+    if (totals[stage] == kSerial) job->chunk((int)stage, 0, thread);
+    stage++;
+  }
+  job->opened((int)stage);
+  const uint32_t next = stage < totals.size() ? stage : kIdle;
+  current_.store((uint64_t)epoch << 32 | next);
+}
+
+void Pool::work(uint32_t epoch, uint32_t stage, int thread) {
+  Stage& st = live_.load(std::memory_order_acquire)[stage];
+  uint64_t v = st.next.load(std::memory_order_acquire);
+  for (;;) {
+    const uint32_t total = st.total.load(std::memory_order_acquire);
+    if ((uint32_t)(v >> 32) != epoch || (uint32_t)v >= total) return;
+    if (!st.next.compare_exchange_weak(v, v + 1, std::memory_order_acq_rel)) continue;
+    job_.load(std::memory_order_relaxed)->chunk((int)stage, (int)(uint32_t)v, thread);
+    if (st.done.fetch_add(1, std::memory_order_acq_rel) + 1 == total) open(epoch, stage + 1, thread);
+    v = st.next.load(std::memory_order_acquire);
+  }
+}
+
+void Pool::worker(int thread, int cpu) {
+  pin(cpu);
+  using Clock = std::chrono::steady_clock;
+  auto busy = Clock::now();
+  uint64_t seen = kIdle;
+  int spins = 0;
+  for (;;) {
+    const uint64_t now = current_.load(std::memory_order_acquire);
+    if (stop_.load(std::memory_order_relaxed)) return;
+    if ((uint32_t)now != kIdle) {
+      work((uint32_t)(now >> 32), (uint32_t)now, thread);
+      if (now != seen) {
+        seen = now;
+        spins = 0;
+        continue;
+      }
+    }
+    relax();
+    if (++spins < 64) continue;
+    spins = 0;
+    if ((uint32_t)now != kIdle) {
+      busy = Clock::now();
+      if (seen == now) std::this_thread::yield();
+      continue;
+    }
+    if (std::chrono::duration<double, std::micro>(Clock::now() - busy).count() < spin_us_) continue;
+    std::unique_lock<std::mutex> lock(sleep_);
+    sleepers_.fetch_add(1);
+    wake_.wait(lock, [&] { return stop_.load() || (uint32_t)current_.load() != kIdle; });
+    sleepers_.fetch_sub(1);
+    lock.unlock();
+    busy = Clock::now();
+  }
+}
+
+}  // namespace octavo

@@ -1,0 +1,103 @@
+// Data shared by the executor and the kernels of every instruction set.
+//
+// Packed weights (all instruction sets read the same bytes). Outputs come in blocks of 16, inputs in groups of 32:
+//   int4  per (block, group): 4 x 64 bytes of nibbles; vector j holds for 16 outputs the four inputs 4j..4j+3 in the
+//         low nibbles and 16+4j..16+4j+3 in the high ones; then 16 fp16 scales, then 16 fp16 minima      = 320 bytes
+//   int8  per (block, group): 8 x 64 bytes; vector j holds for 16 outputs the inputs 4j..4j+3 as code+128;
+//         then 16 fp16 scales, then 16 fp16 minima                                                        = 576 bytes
+//         (the minima are left out when the matrix has none                                               = 544 bytes)
+//   bf16  per block: in_features x 16 bf16      fp32  per block: in_features x 16 float
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace octavo {
+
+constexpr int kBlock = 16;       // outputs of one packed block
+constexpr int kGroup = 32;       // inputs that share a scale
+constexpr int kSplit = 128;      // positions of one attention block: partial results combine in this grain
+constexpr int kTileQueries = 16; // most queries (tokens x heads of one KV head) of one attention tile
+
+enum Kind : int { kInt4 = 0, kInt8 = 1, kBf16 = 2, kFp32 = 3 };
+
+struct Weight {
+  Kind kind;
+  int out, in;
+  bool minimum;            // int8 only: minima are stored
+  int blocks;              // ceil(out / 16)
+  size_t block_bytes;      // bytes of one packed block
+  uint8_t* data;           // 64-byte aligned
+  float* bias;             // [blocks * 16] or null
+  size_t bytes;
+};
+
+// Activations of n rows in groups of 32: code int8, scale, scale * sum of codes, and the sum of codes itself.
+struct QuantRows {
+  int8_t* code;    // [n, in]
+  float* scale;    // [n, in / 32]
+  float* scaled_sum;
+  int32_t* sum;
+  int in;
+};
+
+struct LinearArgs {
+  const Weight* w;
+  int rows;
+  QuantRows q;          // int4, int8
+  const float* x;       // bf16, fp32: [rows, ldx]
+  int64_t ldx;
+  float* out;           // [rows, ldo]
+  int64_t ldo;
+  const float* residual;  // added to the result, or null
+  int64_t ldr;
+};
+
+// One attention tile: queries of consecutive tokens of one sequence that share a KV head.
+struct AttnTile {
+  int queries;                              // tokens x group
+  int head_dim;
+  bool bf16;                                // element type of the pages
+  float scale;
+  const float* q[kTileQueries];             // rotated query vectors
+  int low[kTileQueries], high[kTileQueries];  // visible logical indices of the shared part: low <= i < high
+  // keys of this split: shared ones at logical index first + i
+  int first, shared;                        // logical index of shared key 0 (relative to the split), their number
+  const void* k[kSplit];
+  const void* v[kSplit];
+  // own keys of a query (mask bits), already clipped to this split; index relative to the split
+  int own[kTileQueries], own_first[kTileQueries];
+  const void* ok[kTileQueries][64];
+  const void* ov[kTileQueries][64];
+};
+
+// Unnormalised softmax state of one query: out = acc / sum once all splits are combined.
+struct AttnState {
+  float max, sum;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*linear)(const LinearArgs&, int block_begin, int block_end);
+  void (*quantize)(const float* x, int in, int8_t* code, float* scale, float* scaled_sum, int32_t* sum);
+  void (*rms_norm)(const float* x, const float* w, float eps, int n, float* out);
+  void (*gated)(const float* gate, const float* up, int n, int activation, float* out);
+  void (*rope)(const float* x, const float* cos, const float* sin, int rotary_half, int head_dim, float* out);
+  void (*add)(const float* a, const float* b, int n, float* out);
+  void (*scale)(const float* a, float factor, int n, float* out);
+  void (*softcap)(float* x, float cap, int n);
+  void (*store_bf16)(const float* x, int n, uint16_t* out);
+  void (*embed)(const Weight& w, int64_t id, float scale, float* out);
+  // Partial result of one split: state[q] and acc[q * head_dim ...] are written, not updated.
+  void (*attend)(const AttnTile&, AttnState* state, float* acc);
+  void (*combine)(AttnState* into, float* into_acc, const AttnState& part, const float* part_acc, int head_dim);
+  void (*finish)(const AttnState&, const float* acc, int head_dim, float* out);
+  // Largest value and the lowest index that has it.
+  void (*argmax)(const float* x, int n, float* value, int* index);
+};
+
+const KernelTable* generic_kernels();
+const KernelTable* avx2_kernels();    // null where not compiled in
+const KernelTable* avx512_kernels();
+const KernelTable* neon_kernels();
+
+}  // namespace octavo
