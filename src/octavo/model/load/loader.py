@@ -12,6 +12,8 @@ from pathlib import Path
 from ...errors import ModelError, ModelNotFound
 from ..config import ModelConfig
 from .cache import cache_folder, file_sha256
+from .hub import HUB_ID, pull
+from .packages import KNOWN_MODELS
 from .source import TensorSource
 from .tokenizer import Tokenizer
 
@@ -81,10 +83,15 @@ def resolve(
     progress: bool = True,
 ) -> tuple[Path, str]:
     """(local file or folder, name to show) for what the user typed."""
-    path = Path(spec).expanduser()
+    text = os.fspath(spec)
+    path = Path(text).expanduser()
     if path.exists():
         return path, (path.stem if path.is_file() else path.resolve().name)
-    raise ModelNotFound(f"unknown model {os.fspath(spec)!r}")
+    looks_local = isinstance(spec, os.PathLike) or text.startswith((".", "/", "~"))
+    if looks_local or (HUB_ID.match(text) is None and text.endswith((".gguf", ".safetensors"))):
+        raise ModelNotFound("no such file or folder", file=path)
+    found = pull(text, cache_dir=cache_dir, accept_license=accept_license, progress=progress)
+    return found, text.lower() if text.lower() in KNOWN_MODELS else text
 
 
 def read_template(path: Path) -> str:
