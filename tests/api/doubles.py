@@ -59,7 +59,7 @@ class EchoCore:
         room = CONTEXT - len(request.prompt_token_ids)
         if room < 1:
             raise ContextLengthExceeded(f"the prompt has {len(request.prompt_token_ids)} tokens", param="prompt")
-        if len(self._choices) >= self.config.max_running + self.config.max_queue:
+        if len(self._choices) >= self.config.max_running + getattr(self.config, "max_queue", 256):
             raise QueueFull("the queue is full")
         limit = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
         for index in range(request.params.n):

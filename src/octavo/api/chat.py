@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from octavo.api import sse
-from octavo.api.convert import chat_ids, chat_params, request_id_of
+from octavo.api.convert import blame_field, chat_ids, chat_params, request_id_of
 from octavo.api.logprobs import chat_logprobs
 from octavo.api.tally import Tally
 from octavo.api.tooling import ToolPlan, ToolReader, plan_tools
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestError
 from octavo.obs import logs
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ class Chat:
         self._call = self.service.submit(self.id, self.prompt, self.params, self.body.priority or 0)
         try:
             await self._call.accepted()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RequestError):
+                raise blame_field(error, self.body, forced_call=self.tools.constraint is not None) from None
             raise
 
     def close(self) -> None:
@@ -141,7 +143,7 @@ async def prepare(service: Service, body: ChatRequest) -> Chat:
     tokenizer = service.tokenizer
     tools = plan_tools(body, tokenizer)
     params = chat_params(body, tools.constraint)
-    prompt = await service.in_thread(chat_ids, tokenizer, body, tools.for_template)
+    prompt = await service.in_thread(chat_ids, tokenizer, body, tools.shown)
     if logs.prompts.isEnabledFor(20):
         logs.prompts.info("prompt: %r", tokenizer.decode(prompt, False))
     return Chat(service, body, params, prompt, tools)

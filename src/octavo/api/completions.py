@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from octavo.api import sse
-from octavo.api.convert import completion_params, completion_prompts, request_id_of
+from octavo.api.convert import blame_field, completion_params, completion_prompts, request_id_of
 from octavo.api.logprobs import CompletionLogprobs, merge_completion
 from octavo.api.merge import merged
 from octavo.api.tally import Tally
@@ -44,8 +44,10 @@ class Completion:
                 self.calls.append(self.service.submit(request_id, ids, self.params, self.body.priority or 0))
             for call in self.calls:
                 await call.accepted()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RequestError):
+                raise blame_field(error, self.body, forced_call=False) from None
             raise
 
     def close(self) -> None:

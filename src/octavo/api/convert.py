@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from octavo.api.neutral import shown
 from octavo.api.schema import ChatRequest, CompletionRequest, Message, Sampled
+from octavo.api.tools import inline_tools, template_takes_tools
 from octavo.errors import RequestError
 from octavo.params import MAX_LOGPROBS, SamplingParams
 
@@ -94,8 +96,6 @@ def _structured(body: Sampled) -> dict[str, Any]:
 
 def message_dicts(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates read them: absent fields left out, arguments of tool calls as objects."""
-    import json
-
     out = []
     for message in messages:
         entry = message.model_dump(exclude_none=True)
@@ -128,13 +128,31 @@ def chat_ids(tokenizer: Tokenizer, body: Any, tools: list[dict[str, Any]] | None
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message and add_generation_prompt exclude each other: give one",
                            param="continue_final_message")
+    messages = message_dicts(body.messages)
+    if not template_takes_tools(tokenizer.chat_template) and (tools or _speaks_of_tools(messages)):
+        messages, tools = inline_tools(messages, tools), None
     return tokenizer.encode_chat(
-        message_dicts(body.messages),
+        messages,
         tools=tools,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
         **extra,
     )
+
+
+def _speaks_of_tools(messages: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def blame_field(error: RequestError, body: Sampled, *, forced_call: bool) -> RequestError:
+    """The error with the field that the client sent: a schema the grammar engine refuses may come from a tool."""
+    if error.param not in ("json_schema", "regex", "grammar"):
+        return error
+    if forced_call:
+        return RequestError(f"tools: {error}", param="tools", code=error.code)
+    if body.response_format is not None:
+        return RequestError(f"response_format: {error}", param="response_format", code=error.code)
+    return error
 
 
 def completion_prompts(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[int]]:

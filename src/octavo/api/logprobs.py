@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.engine.messages import TokenLogprob
+    from octavo.engine.output import TokenLogprob
     from octavo.model.load.tokenizer import Tokenizer
 
 

@@ -152,7 +152,7 @@ class Call:
             self._metrics.count_finish(delta.finish_reason or "stop")
             self._metrics.observe("e2e_request_latency_seconds", now - self.request.arrival_s)
             for name in ("queue", "prefill", "decode"):
-                value_s = (delta.metrics or {}).get(f"{name}_s")
+                value_s = getattr(delta.metrics, f"{name}_s", None)
                 if value_s is not None:
                     self._metrics.observe(f"request_{name}_time_seconds", value_s)
 

@@ -26,7 +26,7 @@ class Tally:
         if delta.index == 0 and delta.prompt_tokens:
             self._prompts[delta.request_id] = (delta.prompt_tokens, delta.cached_tokens)
         if delta.finished and delta.metrics is not None:
-            self._metrics.append(delta.metrics)
+            self._metrics.append(delta.metrics.to_dict())
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(tokens for tokens, _ in self._prompts.values())

@@ -381,7 +381,7 @@ class EngineClient:
         was_ready = self._settled.is_set()
         self.state = EngineState.DEAD
         self.death = self.death or EngineDead(reason)
-        self._fail_all(EngineDead(f"{reason}; the request was lost"))
+        self._fail_all(EngineDead(f"{self.death}; the request was lost"))
         await self._stop_tasks()
         self._reap()
         if self.restart and was_ready:

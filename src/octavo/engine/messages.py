@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo import errors
+from octavo.engine.output import RequestMetrics, TokenLogprob
 from octavo.engine.request import EngineRequest
 
 
@@ -50,14 +51,6 @@ class ErrorInfo(msgspec.Struct, array_like=True):
         return rebuilt
 
 
-class TokenLogprob(msgspec.Struct, array_like=True):
-    """Log-probability (nats) of one sampled token and of the likeliest tokens at its position."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]] = []
-
-
 class ChoiceDelta(msgspec.Struct, array_like=True):
     """News of one choice: text and tokens since the last delta; the last one says why it ended."""
 
@@ -71,7 +64,7 @@ class ChoiceDelta(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    metrics: dict[str, Any] | None = None
+    metrics: RequestMetrics | None = None
     error: ErrorInfo | None = None
 
 

@@ -25,6 +25,7 @@ import zmq
 
 from octavo.engine import messages as m
 from octavo.engine.handshake import describe, pack_tokenizer
+from octavo.engine.output import TokenLogprob
 from octavo.engine.request import ChoiceOutput
 from octavo.errors import OctavoError
 
@@ -101,7 +102,7 @@ def delta_of(output: ChoiceOutput) -> m.ChoiceDelta:
     """The wire form of a core's output."""
     logprobs = None
     if output.logprobs is not None:
-        logprobs = [m.TokenLogprob(int(p.token_id), float(p.logprob), _pairs(p.top)) for p in output.logprobs]
+        logprobs = [TokenLogprob(int(p.token_id), float(p.logprob), _pairs(p.top)) for p in output.logprobs]
     return m.ChoiceDelta(
         request_id=output.request_id,
         index=output.index,
@@ -113,13 +114,13 @@ def delta_of(output: ChoiceOutput) -> m.ChoiceDelta:
         stop_reason=output.stop_reason,
         prompt_tokens=output.prompt_tokens,
         cached_tokens=output.cached_tokens,
-        metrics=None if output.metrics is None else builtins_of(output.metrics.to_dict()),
+        metrics=output.metrics,
         error=None if output.error is None else m.ErrorInfo.of(output.error),
     )
 
 
-def _pairs(top: Any) -> list[tuple[int, float]]:
-    return [(int(token), float(logprob)) for token, logprob in top]
+def _pairs(top: Any) -> tuple[tuple[int, float], ...]:
+    return tuple((int(token), float(logprob)) for token, logprob in top)
 
 
 class EngineLoop:
@@ -179,6 +180,9 @@ class EngineLoop:
         try:
             self.core.add_request(request)
         except OctavoError as error:
+            self.send(m.Rejected(request.request_id, m.ErrorInfo.of(error)))
+        except Exception as error:  # a fault of ours that one request has found must not take the others along
+            traceback.print_exc()
             self.send(m.Rejected(request.request_id, m.ErrorInfo.of(error)))
         else:
             self.send(m.Accepted(request.request_id))
