@@ -33,13 +33,20 @@ $(SETUP_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install $(PIP_ARGS) --quiet -c constraints.txt -e '.[all]'
 	@touch $@
 
-$(TEST_STAMP): $(SETUP_STAMP)
+$(TEST_STAMP): $(SETUP_STAMP) requirements-reference.txt
 	$(PIP) install $(PIP_ARGS) --quiet -c constraints.txt -e '.[test]'
+	$(PIP) install $(PIP_ARGS) --quiet --no-deps -r requirements-reference.txt
 	@touch $@
 
-# Without a compiler this says so and goes on: the torch operations serve instead.
-$(NATIVE_STAMP): $(SETUP_STAMP) $(NATIVE_SOURCES)
-	@if [ -x scripts/build_native.sh ]; then PATH="$(abspath $(BIN)):$$PATH" bash scripts/build_native.sh; fi
+# Without a C++ compiler this says so and goes on: the torch operations serve instead.
+$(NATIVE_STAMP): $(SETUP_STAMP) CMakeLists.txt scripts/build_native.sh $(NATIVE_SOURCES)
+	@if [ "$${OCTAVO_NATIVE:-1}" = 0 ] || ! command -v c++ >/dev/null; then \
+		echo "octavo: no C++ compiler (or OCTAVO_NATIVE=0): running on the torch operations"; \
+	else \
+		export PATH="$(abspath $(BIN)):$$PATH"; \
+		for tool in cmake ninja; do command -v $$tool >/dev/null || $(PIP) install $(PIP_ARGS) --quiet -c constraints.txt $$tool; done; \
+		bash scripts/build_native.sh || { echo "octavo: the native build failed; OCTAVO_NATIVE=0 make setup does without" >&2; exit 1; }; \
+	fi
 	@touch $@
 
 setup: $(SETUP_STAMP) $(NATIVE_STAMP) ## make .venv with octavo in it (and the native operations where a compiler is)

@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 HEADER = "# Versions everything is tested with. Rewritten by scripts/freeze_constraints.py.\n"
-NOT_PINNED = {"octavo", "pip", "setuptools", "wheel"}
+NOT_PINNED = {"octavo", "pip", "setuptools", "wheel", "dflash", "specforge", "speculators"}
 
 
 def main() -> None:
