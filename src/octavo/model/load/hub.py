@@ -244,8 +244,8 @@ class Repository:
             said = "the token was refused" if _token() else "no token was given"
             return ModelError(
                 f"the hub answered {failure.status} ({failure.code or failure.reason}): {self.repo} is gated or "
-                f"private, or does not exist, and {said}. Accept its terms at {self.endpoint}/{self.repo}, make a token at "
-                f"{self.endpoint}/settings/tokens and set HF_TOKEN"
+                f"private, or does not exist, and {said}. Accept its terms at {self.endpoint}/{self.repo}, make a "
+                f"token at {self.endpoint}/settings/tokens and set HF_TOKEN"
             )
         if failure.status == 404:
             return ModelNotFound(
