@@ -31,6 +31,7 @@ class LLM:
         self.config = EngineConfig.from_options(given)
         self._core: EngineCore | None = EngineCore(self.config)
         self._numbers = itertools.count()
+        self._interrupted = False
 
     @property
     def core(self) -> EngineCore:
@@ -68,11 +69,12 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceOutput]:
         """Pieces of one answer as they come (`text` is the new part). Leaving the loop early aborts the request."""
+        self._interrupted = False
         request_id = self._submit(self._tokens(prompt), params or SamplingParams(), time.monotonic())
         left = (params or SamplingParams()).n
         try:
             while left:
-                for output in self.core.step():
+                for output in self._step([request_id]):
                     if output.request_id != request_id:
                         continue
                     if output.error is not None:
@@ -90,6 +92,19 @@ class LLM:
         """`stream` for one conversation."""
         return self.stream(self.tokenizer.encode_chat(list(messages), **template), params)
 
+    def interrupt(self) -> None:
+        """End what is being generated after the step in progress: `generate` and `stream` return what there is,
+        finish reason "abort". Only sets a flag, so a signal handler may call it and the books still close."""
+        self._interrupted = True
+
+    def _step(self, request_ids: list[str]) -> list[ChoiceOutput]:
+        """One engine step; behind an `interrupt`, the one that ends `request_ids`."""
+        if self._interrupted:
+            self._interrupted = False
+            for request_id in request_ids:
+                self.core.abort(request_id)
+        return self.core.step()
+
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt))
@@ -105,8 +120,11 @@ class LLM:
     ) -> list[RequestOutput]:
         settings = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(settings) != len(prompts):
-            raise RequestError(f"{len(settings)} params for {len(prompts)} prompts: give one, or one each", param="params")
+            raise RequestError(
+                f"{len(settings)} params for {len(prompts)} prompts: give one, or one each", param="params"
+            )
         ids: list[str] = []
+        self._interrupted = False
         arrival_s = time.monotonic()
         try:
             for tokens, setting in zip(prompts, settings, strict=True):
@@ -128,7 +146,7 @@ class LLM:
         by_id = {result.request_id: result for result in results}
         left = sum(s.n for s in settings)
         while left:
-            for output in self.core.step():
+            for output in self._step(ids):
                 if output.request_id in by_id:
                     _add(by_id[output.request_id].outputs[output.index], output)
                     left -= output.finished

@@ -17,12 +17,10 @@ from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger, LedgerConfig
 from octavo.kv.policy import load_policy
 from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
-from octavo.kv.trace import TraceWriter
 from octavo.model.load.loader import LoadedModel, load_model
 from octavo.model.registry import build_network, kv_page_bytes, make_kv
 from octavo.options import format_size
-from octavo.spec.adaptive import AdaptiveLength
-from octavo.spec.choose import DraftPlan, plan_draft
+from octavo.spec.choose import Bound, DraftPlan, plan_draft
 from octavo.spec.drafter import Drafter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -40,10 +38,10 @@ class Parts:
     vocab_size: int
     reserve: DecodeReserve
     drafter: Drafter | None = None
-    adaptive: AdaptiveLength | None = None
+    adaptive: Any = None
     grammars: Any = None
     startup_lines: list[str] = field(default_factory=list)
-    trace: TraceWriter | None = None
+    trace: Any = None
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,9 +50,12 @@ def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
     device = _device(config)
     _set_threads(config)
     if loaded is None:
-        loaded = load_model(config.model, cache_dir=config.cache_dir, accept_license=config.accept_license)
-    if config.chat_template is not None:
-        loaded.tokenizer.use_template_file(config.chat_template)
+        loaded = load_model(
+            config.model,
+            cache_dir=config.cache_dir,
+            accept_license=config.accept_license,
+            chat_template=config.chat_template,
+        )
     draft = plan_draft(config, loaded)
     kv_dtype = _kv_dtype(config)
     full_bytes, swa_bytes = kv_page_bytes(loaded.config, config.page_size, kv_dtype, draft.kv_layers)
@@ -71,7 +72,7 @@ def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
         threads=config.num_threads,
     )
     max_rows = _rows(config)
-    trace = TraceWriter(config.record_trace) if config.record_trace is not None else None
+    trace = _trace(config)
     ledger = Ledger(
         LedgerConfig(
             page_size=config.page_size,
@@ -86,11 +87,11 @@ def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
             chunk_tokens=config.prefill_chunk_tokens,
             overlap=config.overlap_on,
         ),
-        evict_policy=load_policy(config.evict_policy),
+        evict_policy=None if config.evict_policy == "lru" else load_policy(config.evict_policy),
         trace=trace,
     )
     kv = make_kv(network, sizes, max_rows=max_rows, width_pages=ledger.width_pages, device=device)
-    drafter = draft.make(network, max_rows=max_rows, max_tokens=max_model_len + draft.reserve.tokens, device=device)
+    drafter = draft.make(Bound(network, max_rows, max_model_len + draft.reserve.tokens, device))
     sampler = Sampler(network, max_rows, max_model_len, loaded.config.vocab_size, device)
     runner = Runner(network, kv, sampler, drafter, ledger, device=device, context_tokens=max_model_len)
     return Parts(
@@ -102,7 +103,6 @@ def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
         vocab_size=loaded.config.vocab_size,
         reserve=draft.reserve,
         drafter=drafter,
-        adaptive=draft.adaptive(config.draft_adaptive),
         grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
         startup_lines=_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
         trace=trace,
@@ -118,6 +118,14 @@ def _device(config: EngineConfig) -> torch.device:
 
 def _set_threads(config: EngineConfig) -> None:
     torch.set_num_threads(config.num_threads)
+
+
+def _trace(config: EngineConfig) -> Any:
+    if config.record_trace is None:
+        return None
+    from octavo.kv.trace import TraceWriter
+
+    return TraceWriter(config.record_trace)
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:
@@ -198,7 +206,7 @@ def _explicit(config: EngineConfig, common: dict[str, Any], row_pages: int, wind
         config.page_size,
         overlap=config.overlap_on,
     )
-    swa = config.num_swa_pages if config.num_swa_pages is not None else max(least, min(full, least * config.max_running))
+    swa = max(least, min(full, least * config.max_running)) if config.num_swa_pages is None else config.num_swa_pages
     return PoolSizes(full, swa)
 
 
@@ -213,18 +221,21 @@ def _startup_lines(
 ) -> list[str]:
     books = ledger.config
     p = books.page_size
-    pools = [f"full {books.full_pages} pages, {books.full_pages * p} tokens, {format_size(books.full_pages * full_bytes)}"]
+    pools = [_pool_line("full", books.full_pages, p, full_bytes)]
     if books.swa_pages:
-        pools.append(
-            f"sliding window {books.swa_pages} pages, {books.swa_pages * p} tokens,"
-            f" {format_size(books.swa_pages * swa_bytes)}"
-        )
+        pools.append(_pool_line("sliding window", books.swa_pages, p, swa_bytes))
     longest = row_width_pages(books.context_tokens - 1, draft.reserve.tokens, p)
+    kv_dtype = config.compute_dtype if config.kv_dtype == "auto" else config.kv_dtype
+    fits = books.full_pages // longest
     return [
         f"model    {loaded.name} ({loaded.config.architecture}, {loaded.format})",
         f"kernels  {network.kernels}, {config.num_threads} threads",
         f"weights  {format_size(network.weight_bytes)} ({network.formats})",
-        f"KV       {'; '.join(pools)} (page {p} tokens, {config.kv_dtype if config.kv_dtype != 'auto' else config.compute_dtype})",
-        f"fits     {books.full_pages // longest} requests of {books.context_tokens} tokens, {config.max_running} run at most",
-        f"draft    {draft.describe()}",
+        f"KV       {'; '.join(pools)} (page {p} tokens, {kv_dtype})",
+        f"fits     {fits} requests of {books.context_tokens} tokens; at most {config.max_running} run together",
+        f"draft    {draft.description}",
     ]
+
+
+def _pool_line(name: str, pages: int, page_size: int, page_bytes: int) -> str:
+    return f"{name} {pages} pages, {pages * page_size} tokens, {format_size(pages * page_bytes)}"
