@@ -16,6 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
+_CASTS = {
+    torch.Tensor.long: torch.int64,
+    torch.Tensor.int: torch.int32,
+    torch.Tensor.bool: torch.bool,
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
 
 
 def _select(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -66,9 +75,18 @@ class _WithoutDeviceGuard(TorchFunctionMode):
                     dtype = arg
                 elif isinstance(arg, (str, torch.device)):
                     device = torch.device(arg)
-            return aten._to_copy(args[0], device=device or args[0].device, dtype=dtype or args[0].dtype)
+            return aten._to_copy(
+                args[0],
+                device=device or args[0].device,
+                dtype=dtype or args[0].dtype,
+                memory_format=kwargs.get("memory_format"),
+            )
         if func is torch.Tensor.index_put_:
             return aten.index_put_(args[0], list(args[1]), args[2])
+        if func is torch.Tensor.__invert__:
+            return aten.bitwise_not(args[0])
+        if func in _CASTS:
+            return aten._to_copy(args[0], dtype=_CASTS[func])
         return func(*args, **kwargs)
 
 

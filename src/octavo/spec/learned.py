@@ -12,7 +12,7 @@ from octavo.errors import ConfigError, ModelError
 from octavo.kv.sizing import DecodeReserve
 from octavo.model.config import RopeConfig
 from octavo.model.rope import rope_tables
-from octavo.ops.weights import Kind, Matrix, TensorSource, read_matrix
+from octavo.ops.weights import Kind, Matrix, read_matrix
 from octavo.spec import draft_config
 from octavo.spec.checkpoint import DraftWeights, load_draft
 from octavo.spec.dflash import DFlashDrafter, check_block
@@ -24,6 +24,7 @@ from octavo.spec.eagle import EagleDrafter, check_eagle, default_nodes
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.model.load.loader import LoadedModel
+    from octavo.model.load.source import TensorSource
     from octavo.spec.choose import Bound, DraftPlan
 
 EAGLE_STEPS = 3
