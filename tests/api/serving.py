@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = "tests.api.doubles:EchoCore"
+TINY = "tests.api.cores:tiny"
 _LAUNCH = (
     "import pickle, sys; from octavo.api.server import serve; "
     "config, core = pickle.load(sys.stdin.buffer); sys.exit(serve(config, core=core))"

@@ -13,7 +13,7 @@ from octavo._version import __version__
 from octavo.api import admin, chat, completions, errors
 from octavo.api.disconnect import EventStream, unless_gone
 from octavo.api.middleware import Gate
-from octavo.api.schema import ChatRequest, CompletionRequest
+from octavo.api.schema import BODIES, ChatRequest, CompletionRequest
 from octavo.api.service import Service
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
     for route in (*router.routes, *admin.router.routes):
         if isinstance(route, Route):
             endpoints.setdefault(route.path, []).extend(sorted((route.methods or set()) - {"HEAD"}))
-    errors.install(app, endpoints)
+    errors.install(app, endpoints, BODIES)
     app.add_middleware(Gate, api_key=config.api_key, max_body_bytes=config.max_body_bytes)
     if config.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.cors_origin), allow_methods=["GET", "POST"],

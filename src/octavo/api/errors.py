@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from octavo.api.disconnect import ClientGone
@@ -58,7 +59,11 @@ def error_body(message: str, status: int, *, param: str | None = None, code: str
 
 
 def body_of(error: OctavoError) -> dict[str, Any]:
-    return error_body(str(error), error.status, param=getattr(error, "param", None), code=error.code)
+    """The JSON object of an error. Its message names its field."""
+    message, param = str(error), getattr(error, "param", None)
+    if param is not None and param.rpartition(".")[2].partition("[")[0] not in message:
+        message = f"{param}: {message}"
+    return error_body(message, error.status, param=param, code=error.code)
 
 
 def response_of(error: OctavoError) -> JSONResponse:
@@ -72,8 +77,9 @@ def response_of(error: OctavoError) -> JSONResponse:
     return JSONResponse(body_of(error), status_code=error.status, headers=headers)
 
 
-def install(app: FastAPI, endpoints: Mapping[str, list[str]]) -> None:
-    """Register the handlers on `app`. `endpoints` (path → methods) is told to those who ask for another path."""
+def install(app: FastAPI, endpoints: Mapping[str, list[str]], bodies: Mapping[str, type[BaseModel]]) -> None:
+    """Register the handlers on `app`. `endpoints` (path → methods) is told to those who ask for another path;
+    `bodies` (path → model) says what a field allows."""
 
     async def octavo_error(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, OctavoError):
@@ -85,7 +91,7 @@ def install(app: FastAPI, endpoints: Mapping[str, list[str]]) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, RequestValidationError):
             raise error
-        return response_of(request_error(error.errors()))
+        return response_of(request_error(error.errors(), bodies.get(request.url.path)))
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
@@ -122,8 +128,9 @@ def _http(request: Request, error: HTTPException, endpoints: Mapping[str, list[s
     return JSONResponse(error_body(message, error.status_code, code=code), error.status_code, headers=error.headers)
 
 
-def request_error(problems: list[ErrorDetails] | list[dict[str, Any]] | Any) -> RequestError:
-    """One readable error out of what the validation of a body found: the first problem, by its field."""
+def request_error(problems: list[ErrorDetails] | list[dict[str, Any]] | Any,
+                  model: type[BaseModel] | None = None) -> RequestError:
+    """One readable error out of what the validation of a body found: the first problem, by its field of `model`."""
     problem = problems[0]
     path = [part for part in problem["loc"] if part != "body"]
     kind = problem["type"]
@@ -139,7 +146,7 @@ def request_error(problems: list[ErrorDetails] | list[dict[str, Any]] | Any) -> 
     if kind == "extra_forbidden":
         return RequestError(f"{param}: unknown field; Octavo refuses what it would have to ignore", param=param,
                             code="unknown_parameter")
-    return RequestError(f"{param}: got {shown(problem.get('input'))}; {_words(problem, path)}", param=param)
+    return RequestError(f"{param}: got {shown(problem.get('input'))}; {_words(problem, path, model)}", param=param)
 
 
 def _field(path: list[Any]) -> str:
@@ -158,16 +165,21 @@ def _field(path: list[Any]) -> str:
 _UNION_TAGS = frozenset({"str", "int", "float", "bool", "none", "NamedTool", "dict", "list"})
 
 
-def _words(problem: Any, path: list[Any]) -> str:
-    from octavo.api import schema
+def _words(problem: Any, path: list[Any], model: type[BaseModel] | None) -> str:
+    """What the innermost field on the way to the problem allows, in its own words."""
+    words = str(problem["msg"])
+    for part in path:
+        if model is None:
+            break
+        field = model.model_fields.get("schema_" if part == "schema" else part) if isinstance(part, str) else None
+        if field is not None:
+            words = f"allowed: {field.description}" if field.description else words
+            model = _model_in(field.annotation)
+    return words
 
-    models = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest,
-              schema.AbortRequest, schema.Message, schema.ResponseFormat, schema.Tool, schema.FunctionDefinition,
-              schema.ContentPart, schema.StreamOptions, schema.JsonSchemaFormat)
-    names = [part for part in path if isinstance(part, str) and part.isidentifier() and part not in _UNION_TAGS]
-    for name in reversed(names):  # the innermost field that says what it allows
-        for model in models if name == names[0] else models[::-1]:
-            field = model.model_fields.get("schema_" if name == "schema" else name)
-            if field is not None and field.description:
-                return f"allowed: {field.description}"
-    return str(problem["msg"])
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first body model inside a type such as `list[Message] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _model_in(inner)) is not None), None)

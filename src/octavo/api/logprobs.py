@@ -37,9 +37,13 @@ class TokenText:
             known = self._cache[token_id] = self._find(token_id)
         return known
 
-    def text_of(self, token_id: int) -> str:
-        """The token as text; bytes that are no whole character become U+FFFD."""
-        return self.bytes_of(token_id).decode("utf-8", "replace")
+    def label_of(self, token_id: int) -> str:
+        """The token as text, or its bytes spelled out where they are no whole characters (so labels stay distinct)."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _find(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -91,12 +95,11 @@ class CompletionLogprobs:
             return None
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            token = self._text.text_of(entry.token_id)
-            out["tokens"].append(token)
+            out["tokens"].append(self._text.label_of(entry.token_id))
             out["token_logprobs"].append(_finite(entry.logprob))
-            out["top_logprobs"].append({self._text.text_of(i): _finite(lp) for i, lp in entry.top})
+            out["top_logprobs"].append({self._text.label_of(i): _finite(lp) for i, lp in entry.top})
             out["text_offset"].append(self._offset)
-            self._offset += len(token)
+            self._offset += len(self._text.bytes_of(entry.token_id).decode("utf-8", "replace"))
         return out
 
 

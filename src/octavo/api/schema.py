@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from octavo.api.neutral import NEUTRAL, split_neutral
+from octavo.api.neutral import NEUTRAL, shown, split_neutral
+from octavo.errors import RequestError
 
 TokenIds = list[int]
 
@@ -19,6 +20,32 @@ class Body(BaseModel):
     """Base of all request bodies: strict types, no unknown fields, neutral fields checked and dropped."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Top(Body):
+    """A whole body: its strings must be text, since JSON can spell half a surrogate pair and no tokenizer can."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, data: Any) -> Any:
+        bad = _untext(data)
+        if bad is not None:
+            raise RequestError(f"{shown(bad)}: not valid Unicode (half a surrogate pair)", code="invalid_json")
+        return data
+
+
+def _untext(value: Any) -> str | None:
+    """A string somewhere in `value` that has no UTF-8 form, or None."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value
+    elif isinstance(value, dict):
+        return next((bad for item in value.items() for part in item if (bad := _untext(part)) is not None), None)
+    elif isinstance(value, list):
+        return next((bad for item in value if not isinstance(item, int) and (bad := _untext(item)) is not None), None)
+    return None
 
 
 class StreamOptions(Body):
@@ -97,7 +124,7 @@ class Message(Body):
     function_call: None = Field(None, description="use tool_calls; null")
 
 
-class Sampled(Body):
+class Sampled(Top):
     """What chat and completions share."""
 
     model: str | None = Field(None, description="a name that GET /v1/models lists; absent: the one model there is")
@@ -177,7 +204,7 @@ class CompletionRequest(Sampled):
     add_special_tokens: bool | None = Field(None, description="true or false; default true")
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Top):
     """Body of POST /tokenize: `prompt` (or `content`), or `messages`."""
 
     model: str | None = None
@@ -192,7 +219,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = Field(None, description="true: the tokens as text too")
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Top):
     """Body of POST /detokenize."""
 
     model: str | None = None
@@ -200,10 +227,19 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool | None = Field(None, description="true or false; default false")
 
 
-class AbortRequest(Body):
+class AbortRequest(Top):
     """Body of POST /abort_request."""
 
     rid: str | None = Field(None, description="id of the request (the `id` of its answer)")
     request_id: str | None = Field(None, description="another name of rid")
     abort_all: bool | None = Field(None, description="true: every request in flight")
     abort_message: str | None = None
+
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/abort_request": AbortRequest,
+}
