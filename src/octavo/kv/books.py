@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,11 +23,19 @@ class OutOfRows(OctavoError):
         super().__init__(f"all {max_rows} request rows are in use")
 
 
-class RowState(IntEnum):
-    FREE = 0
-    ACTIVE = 1  # may be extended, planned, committed, published, evicted
-    TRANSFER = 2  # its KV is on the way: only `land`, `fail_transfer` and `release` apply
-    DRAINING = 3  # released, but an operation in flight still names it (law 14)
+class RowState:
+    """Values of `Ledger.row_state`: plain integers."""
+
+    FREE: Final = 0
+    ACTIVE: Final = 1  # may be extended, planned, committed, published, evicted
+    TRANSFER: Final = 2  # its KV is on the way: only `land`, `fail_transfer`, `quarantine` and `release` apply
+    DRAINING: Final = 3  # released, but an operation in flight still names it (law 14)
+
+
+ROW_STATE_NAMES = ("free", "active", "in transfer", "draining")
+
+
+LOG_LIMIT = 65_536  # logged cells of a table before duplicates are swept
 
 
 @dataclass(frozen=True)
@@ -121,45 +128,48 @@ class DecodePlan(NamedTuple):
 class Table:
     """Page table of one pool, int32 [max_rows, width]; -1 means no page. Remembers which cells changed.
 
-    Changed cells are kept as one span per row, read from the table when they are fetched: a cell that changed
-    twice is sent once, with its last value.
+    The log holds flat cell numbers. What is sent is read from the table when it is fetched, every cell once.
     """
 
     def __init__(self, max_rows: int, width_pages: int) -> None:
         self.cells: Int32Array = np.full((max_rows, width_pages), NO_PAGE, np.int32)
-        self._clean = width_pages  # value of `_low` in a clean row
-        self._low = np.full(max_rows, width_pages, np.int64)
-        self._high = np.zeros(max_rows, np.int64)
+        self._flat = self.cells.reshape(-1)
+        self._width = width_pages
+        self._log: list[Int64Array] = []
+        self._logged = 0
+        self._limit = LOG_LIMIT
 
     def write(self, row: int, first: int, last: int, pages: Int32Array | int) -> None:
         """cells[row, first:last] = pages."""
         if first >= last:
             return
         self.cells[row, first:last] = pages
-        if first < self._low[row]:
-            self._low[row] = first
-        if last > self._high[row]:
-            self._high[row] = last
+        start = row * self._width
+        self._note(np.arange(start + first, start + last))
 
-    def write_one_each(self, rows: Int64Array, columns: Int64Array, pages: Int32Array) -> None:
-        """cells[rows[i], columns[i]] = pages[i]; rows are distinct."""
-        self.cells[rows, columns] = pages
-        self._low[rows] = np.minimum(self._low[rows], columns)
-        self._high[rows] = np.maximum(self._high[rows], columns + 1)
+    def write_cells(self, rows: Int64Array, columns: Int64Array, pages: Int32Array) -> None:
+        """cells[rows[i], columns[i]] = pages[i]; no cell occurs twice."""
+        cells = rows * self._width + columns
+        self._flat[cells] = pages
+        self._note(cells)
+
+    def _note(self, cells: Int64Array) -> None:
+        self._log.append(cells)
+        self._logged += len(cells)
+        if self._logged > self._limit:  # nobody fetches: keep one entry per cell
+            self._log = [np.unique(np.concatenate(self._log))]
+            self._logged = len(self._log[0])
+            self._limit = 2 * self._logged + LOG_LIMIT
 
     def take_updates(self) -> tuple[Int64Array, Int64Array, Int32Array]:
         """(rows, columns, pages) of all cells that may have changed since the last call; every cell once."""
-        rows = np.flatnonzero(self._high)
-        if not len(rows):
+        if not self._log:
             none = np.empty(0, np.int64)
             return none, none, np.empty(0, np.int32)
-        low, high = self._low[rows], self._high[rows]
-        counts = high - low
-        out_rows = np.repeat(rows, counts)
-        starts = np.cumsum(counts) - counts
-        columns = np.arange(int(counts.sum())) - np.repeat(starts - low, counts)
-        self._low[rows], self._high[rows] = self._clean, 0
-        return out_rows, columns, self.cells[out_rows, columns]
+        cells = self._log[0] if len(self._log) == 1 else np.unique(np.concatenate(self._log))
+        self._log, self._logged, self._limit = [], 0, LOG_LIMIT
+        rows, columns = np.divmod(cells, self._width)
+        return rows, columns, self._flat[cells]
 
 
 def as_tokens(tokens: Sequence[int] | Int32Array | Any) -> Int32Array:

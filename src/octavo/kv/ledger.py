@@ -17,7 +17,16 @@ from typing import Any, cast
 import numpy as np
 
 from octavo.errors import NeverFits, OutOfPages
-from octavo.kv.books import Admission, DecodePlan, LedgerConfig, OutOfRows, Preallocation, RowState, as_tokens
+from octavo.kv.books import (
+    ROW_STATE_NAMES,
+    Admission,
+    DecodePlan,
+    LedgerConfig,
+    OutOfRows,
+    Preallocation,
+    RowState,
+    as_tokens,
+)
 from octavo.kv.ledger_transfers import TransferLedger
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_p, ceil_pages, floor_p
 from octavo.kv.pool import PageState
@@ -26,6 +35,7 @@ from octavo.kv.report import ledger_report
 from octavo.kv.sizing import (
     DecodeReserve,
     RowsView,
+    decode_watermark,
     full_budget_pages,
     page_aligned_decode_alloc_lens,
     reserve_tokens,
@@ -80,43 +90,54 @@ class Ledger(TransferLedger):
 
         Raises `OutOfPages` (nothing changed) and `LawViolation` 2 or 10.
         """
-        at = np.asarray(rows, np.int64)
-        if not self._plannable[at].all():
-            row = int(at[~self._plannable[at]][0])
-            self._require(row, RowState.ACTIVE, "plan_decode")
         tokens = reserve_tokens(reserve)
         if tokens > self.config.largest_reserve_tokens:
-            raise self._broken(10, "reserve is larger than rows are made for", reserve=tokens,
-                               largest=self.config.largest_reserve_tokens)  # fmt: skip
-        view = RowsView(self._allocated[at], self._known[at])
-        current, after, needed = page_aligned_decode_alloc_lens(view, reserve=tokens, page_size=self.page_size)
-        if needed:
-            self._take_for_plan(at, current, after, needed >> self._shift)
+            largest = self.config.largest_reserve_tokens
+            raise self._broken(10, "reserve is larger than rows are made for", reserve=tokens, largest=largest)
+        at = np.asarray(rows, np.int64)
+        plan = self._plan_one(int(at[0]), tokens) if len(at) == 1 else self._plan_many(at, tokens)
         if self.trace is not None:
             self.trace.record("plan", rows=at, reserve=tokens)
-        return DecodePlan(current, after, needed)
+        return plan
 
-    def _take_for_plan(self, rows: Int64Array, current: Int64Array, after: Int64Array, pages: int) -> None:
-        growing = np.flatnonzero(after > current)
-        rows, first, end = rows[growing], current[growing] >> self._shift, after[growing]
+    def _plan_one(self, row: int, reserve: int) -> DecodePlan:
+        """A batch of one, in plain integers: array arithmetic costs more than it saves here."""
+        if not self._plannable[row]:
+            self._require(row, RowState.ACTIVE, "plan_decode")
+        current = self._allocated.item(row)
+        after = decode_watermark(current, self._known.item(row), reserve, self.page_size)
+        if after > current:
+            self._grow(row, after)
+        return DecodePlan(np.array([current]), np.array([after]), after - current)
+
+    def _plan_many(self, rows: Int64Array, reserve: int) -> DecodePlan:
+        plannable = self._plannable.take(rows)
+        if not plannable.all():
+            self._require(int(rows[~plannable][0]), RowState.ACTIVE, "plan_decode")
+        view = RowsView(self._allocated.take(rows), self._known.take(rows))
+        plan = DecodePlan(*page_aligned_decode_alloc_lens(view, reserve=reserve, page_size=self.page_size))
+        if plan.needed_tokens:
+            self._take_for_plan(rows, plan)
+        return plan
+
+    def _take_for_plan(self, rows: Int64Array, plan: DecodePlan) -> None:
+        growing = (plan.next > plan.current).nonzero()[0]
+        rows, first, end = rows.take(growing), plan.current.take(growing) >> self._shift, plan.next.take(growing)
         if int(end.max()) > self.width_tokens:
             worst = int(end.argmax())
             raise self._broken(10, "row is too narrow", int(rows[worst]), next=int(end[worst]), width=self.width_tokens)
         if len(set(rows.tolist())) != len(rows):
             raise self._broken(2, "a plan names a row twice", rows=rows.tolist())
+        pages = plan.needed_tokens >> self._shift
         self._make_room(pages, pages)
-        columns = first
-        if pages != len(growing):  # some row needs several pages
-            counts = (end >> self._shift) - first
-            for row, column, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
-                self._full.write(row, column, column + count, self.full_pool.take(count))
-                if self.swa_pool is not None and self._swa is not None:
-                    self._swa.write(row, column, column + count, self.swa_pool.take(count))
-        else:
-            self._full.write_one_each(rows, columns, self.full_pool.take(pages))
-            if self.swa_pool is not None and self._swa is not None:
-                self._swa.write_one_each(rows, columns, self.swa_pool.take(pages))
         self._allocated[rows] = end
+        if pages != len(rows):  # some row takes several pages: one entry per page
+            counts = (end >> self._shift) - first
+            rows, before = np.repeat(rows, counts), np.cumsum(counts) - counts
+            first = np.arange(pages) - np.repeat(before - first, counts)
+        self._full.write_cells(rows, first, self.full_pool.take(pages))
+        if self.swa_pool is not None and self._swa is not None:
+            self._swa.write_cells(rows, first, self.swa_pool.take(pages))
 
     def commit(
         self,
@@ -243,7 +264,7 @@ class Ledger(TransferLedger):
         """
         state = int(self._state[row])
         if state not in (RowState.ACTIVE, RowState.TRANSFER):
-            raise self._broken(6, f"release of a row that is {RowState(state).name.lower()}", row)
+            raise self._broken(6, f"release of a row that is {ROW_STATE_NAMES[state]}", row)
         if tokens is not None and state == RowState.ACTIVE:
             self.publish(row, tokens)
         if self.trace is not None:

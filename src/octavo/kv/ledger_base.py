@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from octavo.errors import LawViolation, OutOfPages
-from octavo.kv.books import LedgerConfig, OutOfRows, RowState, Table, read_only
+from octavo.kv.books import ROW_STATE_NAMES, LedgerConfig, OutOfRows, RowState, Table, read_only
 from octavo.kv.inflight import Aside, InFlight
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages
 from octavo.kv.policy import EvictPolicy, LeastRecentlyUsed
@@ -133,12 +133,13 @@ class LedgerBase:
         self.stats["violations"] += 1
         return LawViolation(law, message, row=row, **numbers)
 
-    def _require(self, row: int, state: RowState, entry: str) -> None:
-        now = RowState(int(self._state[row]))
+    def _require(self, row: int, state: int, entry: str) -> None:
+        now = int(self._state[row])
         if now != state:
-            raise self._broken(2, f"{entry} of a row that is {now.name.lower()}", row, expected=state.name.lower())
+            expected = ROW_STATE_NAMES[state]
+            raise self._broken(2, f"{entry} of a row that is {ROW_STATE_NAMES[now]}", row, expected=expected)
 
-    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: RowState) -> int:
+    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int) -> int:
         """Give out a row, lock the match for it and map its pages. The caller has checked that there is a row."""
         row = self._free_rows.pop()
         self._node[row] = self.tree.take(match, namespace, min(floor_page, match.pages))

@@ -138,7 +138,7 @@ class TransferLedger(LedgerBase):
         self.swa_pool.give_back(cast(SwaPages, swa), PageState.QUARANTINED)
         return len(full) + len(swa)
 
-    def _end_lease(self, lease: tuple[Int32Array, Int32Array], state: PageState) -> None:
+    def _end_lease(self, lease: tuple[Int32Array, Int32Array], state: int) -> None:
         full, swa = lease
         self.full_pool.move(cast(FullPages, full), PageState.LEASED, state)
         if self.swa_pool is not None:

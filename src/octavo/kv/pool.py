@@ -10,8 +10,7 @@ not final, `quarantined` pages to a transfer that will never become final. A pag
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -21,12 +20,14 @@ from octavo.kv.pages import FullPages, HostPages, Int32Array, SwaPages
 Ids = TypeVar("Ids", FullPages, SwaPages, HostPages)
 
 
-class PageState(IntEnum):
-    FREE = 0
-    CACHED = 1
-    HELD = 2
-    LEASED = 3
-    QUARANTINED = 4
+class PageState:
+    """Values of `PagePool.state`: plain integers, for they are looked up in every plan."""
+
+    FREE: Final = 0
+    CACHED: Final = 1
+    HELD: Final = 2
+    LEASED: Final = 3
+    QUARANTINED: Final = 4
 
 
 STATE_NAMES = ("free", "cached", "held", "leased", "quarantined")
@@ -49,7 +50,7 @@ class PagePool(Generic[Ids]):
     def free(self) -> int:
         return self.counts[0]
 
-    def take(self, count: int, state: PageState = PageState.HELD) -> Ids:
+    def take(self, count: int, state: int = PageState.HELD) -> Ids:
         """Take `count` free pages into `state`; all or nothing (law 11). Raises `OutOfPages`."""
         top = self.counts[0]
         if count > top:
@@ -67,7 +68,7 @@ class PagePool(Generic[Ids]):
             self.min_free = self.counts[0]
         return cast(Ids, pages)
 
-    def give_back(self, pages: Ids, state: PageState) -> None:
+    def give_back(self, pages: Ids, state: int) -> None:
         """Return `pages`, all of them in `state`, to the free list. Raises `LawViolation` (6), changing nothing."""
         count = len(pages)
         if count == 0:
@@ -79,7 +80,7 @@ class PagePool(Generic[Ids]):
         self.counts[0] = free + count
         self.counts[state] -= count
 
-    def move(self, pages: Ids, old: PageState, new: PageState) -> None:
+    def move(self, pages: Ids, old: int, new: int) -> None:
         """Change the state of `pages` from `old` to `new` (neither is free). Raises `LawViolation` (6)."""
         count = len(pages)
         if count == 0:
@@ -89,7 +90,7 @@ class PagePool(Generic[Ids]):
         self.counts[old] -= count
         self.counts[new] += count
 
-    def _check(self, pages: Ids, expected: PageState) -> None:
+    def _check(self, pages: Ids, expected: int) -> None:
         """Every page exists, is in `expected`, and occurs once."""
         array: Int32Array = pages
         if int(array.min()) < 0 or int(array.max()) >= self.total:

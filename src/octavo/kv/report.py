@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.kv.books import RowState
+from octavo.kv.books import ROW_STATE_NAMES
 
 if TYPE_CHECKING:
     from octavo.kv.ledger_base import LedgerBase
@@ -58,7 +58,7 @@ def _row(ledger: LedgerBase, row: int, with_pages: bool) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "row": row,
         "generation": int(ledger.generation[row]),
-        "state": RowState(int(ledger.row_state[row])).name.lower(),
+        "state": ROW_STATE_NAMES[int(ledger.row_state[row])],
     }
     for name in ("committed", "known", "allocated", "protected", "evicted", "fill"):
         shown[name] = int(getattr(ledger, name)[row])

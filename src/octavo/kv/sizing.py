@@ -22,6 +22,9 @@ class DecodeReserve:
 
     footprint    positions one step may write
     commit_lag   what the one step in flight may still commit under overlap; 0 without overlap
+
+    Keep the reserve constant over the switches of an adaptive drafter. Whoever changes it between two steps must use
+    the lag of the step that is in flight, not that of the step being planned.
     """
 
     footprint: int
@@ -102,6 +105,11 @@ class AllocLens(NamedTuple):
     needed_tokens: int
 
 
+def decode_watermark(allocated: int, known: int, reserve: int, page_size: int) -> int:
+    """Law 4 for one row, in tokens: max(allocated, ceil_p(known + reserve))."""
+    return max(allocated, ceil_p(known + reserve, page_size))
+
+
 def page_aligned_decode_alloc_lens(
     requests: Sequence[Any] | RowsView, *, reserve: DecodeReserve | int, page_size: int
 ) -> AllocLens:
@@ -117,13 +125,15 @@ def page_aligned_decode_alloc_lens(
         allocated, known = requests
         if page_size & (page_size - 1) or page_size < 1:
             check_page_size(page_size)
-        grown = (known + (tokens + page_size - 1)) & -page_size
+        grown = known + (tokens + page_size - 1)
+        grown &= -page_size
         np.maximum(grown, allocated, out=grown)
-        return AllocLens(allocated, grown, int(grown.sum() - allocated.sum()))
+        return AllocLens(allocated, grown, int((grown - allocated).sum()))
     p = check_page_size(page_size)
     current = [_length(r, "kv_allocated_len") for r in requests]
     after = [
-        max(have, ceil_p(_length(r, "kv_committed_len") + tokens, p)) for have, r in zip(current, requests, strict=True)
+        decode_watermark(have, _length(request, "kv_committed_len"), tokens, p)
+        for have, request in zip(current, requests, strict=True)
     ]
     return AllocLens(current, after, sum(after) - sum(current))
 
