@@ -12,12 +12,16 @@ import torch
 
 MASS_BITS = 40  # probabilities are counted in units of 2**-40
 NEG_INF = float("-inf")
-_RADIX_BITS = 16
+SHORT_LIST = 1024  # up to here a list of the best beats histograms
+
+
+def _mass_of(probabilities: torch.Tensor) -> torch.Tensor:
+    return (probabilities * 2.0**MASS_BITS).to(torch.int64)  # exact: a power of two
 
 
 def integer_mass(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [m, V]: softmax in units of 2**-40. softmax works per row, scaling by a power of two is exact."""
-    return torch.softmax(logits, dim=-1).to(torch.float64).mul_(2.0**MASS_BITS).to(torch.int64)
+    """int64 [m, V]: softmax in units of 2**-40. softmax works per row, so a row does not see the others."""
+    return _mass_of(torch.softmax(logits, dim=-1))
 
 
 def count_tokens(tokens: torch.Tensor, valid: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -68,36 +72,30 @@ def temperature(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tenso
     return logits / temperatures.unsqueeze(1)
 
 
-def _ordered_keys(x: torch.Tensor) -> torch.Tensor:
-    """float32 → int64 in [0, 2**32) with the same order."""
-    bits = (x + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: −0 and 0 are one value
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) + 2**31
+def radix_threshold(keys: torch.Tensor, key_bits: int, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Largest key per row such that the weights of keys >= it sum to at least targets (int64 [m], from 1).
 
-
-def radix_threshold(x: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Largest key t per row such that the weights of values with key >= t sum to at least targets (int64 [m]).
-
-    x float32 [m, V], weights int64 [m, V] >= 0; a target above the row's total gives the smallest key. Returns
-    int64 [m, 1] in the order of `_ordered_keys`. Two histograms instead of a sort: torch's CPU sort of one
-    row of 49,152 takes longer than a whole decode step.
+    keys [m, V] integers in [0, 2**key_bits), weights int64 [m, V] >= 0; a target above the row's total gives 0.
+    Returns int64 [m, 1]. Two histograms instead of a sort: torch's CPU sort of one row of 49,152 takes longer
+    than a whole decode step.
     """
-    keys = _ordered_keys(x)
-    remaining = targets.unsqueeze(1)
-    threshold = torch.zeros_like(remaining)
-    high, low = keys >> _RADIX_BITS, keys & (2**_RADIX_BITS - 1)
-    bins = torch.zeros((x.shape[0], 2**_RADIX_BITS + 1), dtype=torch.int64, device=x.device)
-    for level, digit in ((0, high), (1, low)):
-        if level == 1:
-            digit = torch.where(high == threshold, low, 2**_RADIX_BITS)  # others fall into the spare bin
-            bins = torch.zeros_like(bins)
-        bins.scatter_add_(1, digit, weights)
-        # above[d] = weight of digits > d; the wanted digit is the largest with weight(>= d) >= remaining
-        at_least = bins[:, :-1].flip(1).cumsum(1).flip(1)
-        chosen = (at_least >= remaining).sum(dim=1, keepdim=True).sub_(1).clamp_min_(0)
-        above = at_least.gather(1, chosen) - bins.gather(1, chosen)
-        remaining = remaining - above
-        threshold = (threshold << _RADIX_BITS) + chosen if level else chosen
-    return threshold
+    bits = key_bits // 2
+    high, low = (keys >> bits).to(torch.int64), (keys & (2**bits - 1)).to(torch.int64)
+    first, remaining = _digit(high, 2 ** (key_bits - bits), weights, targets.unsqueeze(1))
+    second, _ = _digit(torch.where(high == first, low, 2**bits), 2**bits, weights, remaining)
+    return (first << bits) + second
+
+
+def _digit(
+    digits: torch.Tensor, bins: int, weights: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest digit with weight(>= digit) >= target, and what of the target is left for it. Digit `bins` is nobody."""
+    histogram = torch.zeros((digits.shape[0], bins + 1), dtype=torch.int64, device=digits.device)
+    histogram.scatter_add_(1, digits, weights)
+    below = histogram[:, :bins].cumsum(1)  # weight of digits <= d
+    total = below[:, -1:]
+    chosen = torch.searchsorted(below, total - targets, right=True).clamp_max(bins - 1)
+    return chosen, targets - (total - below.gather(1, chosen))
 
 
 def top_k(logits: torch.Tensor, k: torch.Tensor, max_k: int) -> torch.Tensor:
@@ -107,21 +105,34 @@ def top_k(logits: torch.Tensor, k: torch.Tensor, max_k: int) -> torch.Tensor:
     """
     vocab = logits.shape[1]
     unlimited = (k >= vocab).unsqueeze(1)
-    if max_k <= 1024:
+    if max_k <= SHORT_LIST:
         best = torch.topk(logits, min(max_k, vocab), dim=-1).values
         last = best.gather(1, k.clamp(1, best.shape[1]).sub(1).unsqueeze(1))
         return torch.where(unlimited | (logits >= last), logits, NEG_INF)
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0: −0 and 0 are one value
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64) + 2**31  # in the order of the floats
     ones = torch.ones_like(logits, dtype=torch.int64)
-    return torch.where(unlimited | (_ordered_keys(logits) >= radix_threshold(logits, ones, k)), logits, NEG_INF)
+    return torch.where(unlimited | (keys >= radix_threshold(keys, 32, ones, k)), logits, NEG_INF)
 
 
-def top_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of best ids whose mass reaches p [m] (ties at the last place stay); p = 1 keeps all."""
+def top_p(logits: torch.Tensor, p: torch.Tensor, best: int | None = None) -> torch.Tensor:
+    """Keep the smallest set of best ids whose mass reaches p [m] (ties at the last place stay); p = 1 keeps all.
+
+    best  host: at most so many different ids are possible in every row (top-k ran); then a short sorted list
+          does what needs histograms otherwise, with the same result
+    """
     probabilities = torch.softmax(logits, dim=-1)
-    mass = probabilities.to(torch.float64).mul_(2.0**MASS_BITS).to(torch.int64)
+    mass = _mass_of(probabilities)
     total = mass.sum(dim=-1)
     wanted = (p.to(torch.float64) * total.to(torch.float64)).ceil().to(torch.int64).clamp_min(1)
-    kept = _ordered_keys(probabilities) >= radix_threshold(probabilities, mass, wanted)
+    if best is not None:
+        listed = torch.topk(probabilities, min(best, logits.shape[1]), dim=-1).values
+        before = _mass_of(listed).cumsum(dim=-1) - _mass_of(listed)
+        last = torch.where(before < wanted.unsqueeze(1), listed, 2.0).amin(dim=-1, keepdim=True)
+        kept = probabilities >= last
+    else:
+        keys = probabilities.view(torch.int32)  # from 0 to 1 the bits of a float have its order, in 30 bits
+        kept = keys >= radix_threshold(keys, 30, mass, wanted)
     return torch.where((p >= 1.0).unsqueeze(1) | kept, logits, NEG_INF)
 
 

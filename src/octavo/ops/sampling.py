@@ -47,6 +47,7 @@ class SamplingFlags:
     grammar: bool = False
     logprobs: int | None = None  # most alternatives any row wants, None: no row wants log-probabilities
     max_top_k: int = 0  # over rows that have a limit
+    every_top_k: bool = True  # every row that draws has a limit
     uniform_top_k: int | None = None  # the one value all rows share ("no limit" is the vocabulary size)
 
     @property
@@ -71,6 +72,7 @@ class SamplingFlags:
             min_p=self.min_p or other.min_p,
             grammar=self.grammar or other.grammar,
             logprobs=max(wanted) if wanted else None,
+            every_top_k=self.every_top_k and other.every_top_k,
             max_top_k=max(self.max_top_k, other.max_top_k),
             uniform_top_k=self.uniform_top_k if self.uniform_top_k == other.uniform_top_k else None,
         )
@@ -95,6 +97,7 @@ def flags_of(params: SamplingParams, vocab_size: int) -> SamplingFlags:
         grammar=params.structured is not None,
         logprobs=params.logprobs,
         max_top_k=k if limited else 0,
+        every_top_k=limited or not sampled,
         uniform_top_k=k,
     )
 
@@ -250,7 +253,8 @@ class SamplingState:
         if flags.top_k:
             logits = processors.top_k(logits, ints[:, _TOP_K], flags.max_top_k)
         if flags.top_p:
-            logits = processors.top_p(logits, floats[:, _TOP_P])
+            short = flags.top_k and flags.every_top_k and flags.max_top_k <= processors.SHORT_LIST
+            logits = processors.top_p(logits, floats[:, _TOP_P], flags.max_top_k if short else None)
         if flags.min_p:
             logits = processors.min_p(logits, floats[:, _MIN_P])
         return logits
