@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ...errors import ModelError
 from ..config import ModelConfig
+
+MAX_LAYERS = 1024  # a checkpoint that claims more is damaged; nothing is built from such a number
 
 # Buffers that older exporters saved and no network reads.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -83,16 +85,15 @@ def check_tensors(
     files: Mapping[str, object],
     *,
     file: object,
-    shown: Mapping[str, str] | None = None,
+    shown: Callable[[str], str] = str,
 ) -> None:
     """Raise `ModelError` for a missing tensor, a wrong shape, or a weight that no part of the network would read.
 
     `files` says which file holds a tensor, `file` is named where none does, `shown` gives the file's own names.
     """
-    shown = shown or {}
     expected = expected_tensors(config)
     for name, shape in expected.items():
-        label = shown.get(name, name)
+        label = shown(name)
         if name not in shapes:
             raise ModelError(
                 f"tensor missing; a {config.architecture} checkpoint of "
@@ -115,5 +116,5 @@ def check_tensors(
             f"unexpected tensor ({len(extra)} such): a {config.architecture} network of this "
             "configuration has no use for it, and leaving it out would change the answers",
             file=files.get(name, file),
-            tensor=shown.get(name, name),
+            tensor=shown(name),
         )

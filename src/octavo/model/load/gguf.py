@@ -48,6 +48,7 @@ _LAYER_GEMMA = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
+_CANONICAL = re.compile(r"^model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
 ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -96,7 +97,7 @@ class GGUFSource:
             {name: info.shape for name, (_, info) in self._found.items()},
             {name: file.path for name, (file, _) in self._found.items()},
             file=self.path,
-            shown={name: _shown(name, info.name) for name, (_, info) in self._found.items()} | _file_names(self.config),
+            shown=lambda name: _file_name(name, architecture),
         )
         self._orders: dict[str, np.ndarray] = {}
         if architecture == "llama":
@@ -198,17 +199,12 @@ def _groups32(rows: np.ndarray, info: TensorInfo) -> Groups32 | None:
     return Groups32(codes, np.ascontiguousarray(scale), np.ascontiguousarray(minimum), 4)
 
 
-def _shown(canonical: str, name: str) -> str:
-    return name if canonical == name else f"{name} ({canonical})"
-
-
-def _file_names(config: ModelConfig) -> dict[str, str]:
-    """What the file would call each expected tensor, for messages about missing ones."""
-    table = _LAYER_GEMMA if config.architecture == "gemma3" else _LAYER
-    names = {canonical: _shown(canonical, name) for name, canonical in _TOP.items()}
-    for index in range(config.num_layers):
-        for stem, canonical in table.items():
-            for part in ("weight", "bias"):
-                full = f"model.layers.{index}.{canonical}.{part}"
-                names[full] = _shown(full, f"blk.{index}.{stem}.{part}")
-    return names
+def _file_name(canonical: str, architecture: str) -> str:
+    """A tensor for messages: the file's own name, then the canonical one."""
+    for name, known in _TOP.items():
+        if canonical == known:
+            return f"{name} ({canonical})"
+    match = _CANONICAL.match(canonical)
+    table = _LAYER_GEMMA if architecture == "gemma3" else _LAYER
+    stems = [stem for stem, known in table.items() if match and known == match[2]]
+    return f"blk.{match[1]}.{stems[-1]}.{match[3]} ({canonical})" if match and stems else canonical

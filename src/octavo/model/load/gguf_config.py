@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import ModelError
 from ..config import ModelConfig, RopeConfig
+from .expected import MAX_LAYERS
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "gemma3")
 VISION = ("clip", "mllama", "mmproj", "qwen2vl", "qwen3vl", "llava", "cogvlm")
@@ -108,6 +109,8 @@ def gguf_config(
             tensor="token_embd.weight",
         )
     layers = meta.integer("block_count")
+    if layers > MAX_LAYERS:
+        raise ModelError(f"metadata {architecture}.block_count is {layers}; allowed: up to {MAX_LAYERS}", file=file)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": embedding[0],

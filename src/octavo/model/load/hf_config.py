@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import ModelError
 from ..config import ModelConfig, RopeConfig
+from .expected import MAX_LAYERS
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -120,6 +121,8 @@ def hf_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
     get = Fields(text, architecture, file)
     heads, hidden = get.integer("num_attention_heads"), get.integer("hidden_size")
     kv_heads, layers = get.integer("num_key_value_heads", heads), get.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise ModelError(f"num_hidden_layers is {layers}; allowed: up to {MAX_LAYERS}", file=file)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}", file=file)
     head_dim = get.integer("head_dim", hidden // heads)
