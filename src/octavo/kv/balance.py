@@ -84,12 +84,12 @@ def _monotone(ledger: LedgerBase) -> list[LawViolation]:
     """Law 3, against the lengths at the last check of the same life of a row."""
     names = ("committed", "allocated", "evicted", "protected")
     now = {name: getattr(ledger, name).copy() for name in names}
-    generation = ledger.generation.copy()
     alive = (ledger.row_state == RowState.ACTIVE) | (ledger.row_state == RowState.TRANSFER)
-    before, ledger.audited = ledger.audited, (generation, now)
+    life = np.where(alive, ledger.generation, -1)  # generations start at 1
+    before, ledger.audited = ledger.audited, (life, now)
     if before is None:
         return []
-    same_life = alive & (before[0] == generation)
+    same_life = alive & (before[0] == life)
     broken = []
     for name in names:
         for row in np.flatnonzero(same_life & (now[name] < before[1][name])).tolist():

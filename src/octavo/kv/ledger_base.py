@@ -44,6 +44,8 @@ class LedgerBase:
         self.inflight = InFlight(rows)
         self._leases: dict[tuple[int, int], tuple[Int32Array, Int32Array]] = {}
         self.trace = trace
+        if trace is not None:
+            trace.begin(config)
         # (generation, lengths) at the last check of the laws
         self.audited: tuple[Int64Array, dict[str, Int64Array]] | None = None
         self.stats = {"queried_tokens": 0, "hit_tokens": 0, "remapped_pages": 0, "stale_commits": 0, "violations": 0}
