@@ -20,6 +20,7 @@ from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes
 from octavo.model.load.loader import LoadedModel, load_model
 from octavo.model.registry import build_network, kv_page_bytes, make_kv
 from octavo.options import format_size
+from octavo.spec.adaptive import AdaptiveLength
 from octavo.spec.choose import Bound, DraftPlan, plan_draft
 from octavo.spec.drafter import Drafter
 
@@ -38,7 +39,7 @@ class Parts:
     vocab_size: int
     reserve: DecodeReserve
     drafter: Drafter | None = None
-    adaptive: Any = None
+    adaptive: AdaptiveLength | None = None
     grammars: Any = None
     startup_lines: list[str] = field(default_factory=list)
     trace: Any = None
@@ -103,6 +104,7 @@ def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
         vocab_size=loaded.config.vocab_size,
         reserve=draft.reserve,
         drafter=drafter,
+        adaptive=_adaptive(config, drafter),
         grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
         startup_lines=_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
         trace=trace,
@@ -126,6 +128,13 @@ def _trace(config: EngineConfig) -> Any:
     from octavo.kv.trace import TraceWriter
 
     return TraceWriter(config.record_trace)
+
+
+def _adaptive(config: EngineConfig, drafter: Drafter | None) -> AdaptiveLength | None:
+    """The chooser of draft lengths; without it every step drafts as much as it may."""
+    if drafter is None or not config.draft_adaptive:
+        return None
+    return AdaptiveLength(drafter.max_draft_tokens, max_depth=drafter.max_depth)
 
 
 def _kv_dtype(config: EngineConfig) -> torch.dtype:
@@ -174,7 +183,10 @@ def size_pools(
                 format_size(memory),
                 f"{format_size(max(0, available))} are available beside the weights; lower --kv-memory",
             )
-        sizes = pool_sizes(memory, **common)
+        try:
+            sizes = pool_sizes(memory, **common)
+        except ConfigError as error:  # its argument is our option, whose value people gave as a size
+            raise ConfigError("kv_memory", format_size(memory), error.allowed) from None
     held = sizes.full_pages * config.page_size - reserve.tokens + 1
     if held < 2:
         raise ConfigError(

@@ -1,0 +1,106 @@
+"""Drafts never change the text: every drafter, page size, overlap, pressure, at any sampling setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.params import SamplingParams
+from octavo.spec.checkpoint import random_draft, save_draft
+from octavo.spec.draft_config import (
+    DFlashConfig,
+    EagleConfig,
+    LayerShape,
+    default_dflash_layers,
+    default_eagle_taps,
+)
+from tests.engine.test_core import GREEDY, prompts, run, solo
+from tests.tiny import VOCAB, config_of, engine
+
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=12, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, presence_penalty=1.0, frequency_penalty=0.5),
+    SamplingParams(temperature=0.6, min_p=0.02, seed=9, max_tokens=20, logit_bias={7: 3.0}, min_tokens=15),
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[list[int]]]:
+    return {kind: [solo(kind, p, s) for p, s in zip(prompts(5), MIXED, strict=True)] for kind in ("llama", "gemma3")}
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of random EAGLE-3 and DFlash drafts for both tiny targets."""
+    root = tmp_path_factory.mktemp("drafts")
+    made = {}
+    for kind in ("llama", "gemma3"):
+        target = config_of(kind)
+        shape = LayerShape.of(target)
+        eagle = EagleConfig(shape, VOCAB, 128, default_eagle_taps(target.num_layers))
+        dflash = DFlashConfig(shape, VOCAB, VOCAB, 2, default_dflash_layers(target.num_layers, 2), 6, VOCAB - 1,
+                              (None, None), (False, False))  # fmt: skip
+        for name, config in (("eagle3", eagle), ("dflash", dflash)):
+            folder = root / f"{kind}-{name}"
+            save_draft(folder, random_draft(config, seed=3), dtype=torch.float32)
+            made[f"{kind}-{name}"] = str(folder)
+    return made
+
+
+def options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:
+    if name in ("eagle3", "dflash"):
+        return {"draft": name, "draft_model": drafts[f"{kind}-{name}"], "draft_adaptive": False}
+    if name == "tree":
+        return {"draft": "eagle3", "draft_model": drafts[f"{kind}-eagle3"], "draft_adaptive": False,
+                "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}  # fmt: skip
+    if name == "scripted tree":
+        return {"draft": "scripted", "draft_topk": 3, "draft_steps": 3, "draft_adaptive": False}
+    return {"draft": name, "draft_adaptive": name == "ngram"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_text_with_drafts_equals_plain_text(
+    kind: str, overlap: bool, name: str, page_size: int, plain: dict[str, list[list[int]]], drafts: dict[str, str]
+) -> None:
+    core = engine(kind, page_size=page_size, overlap=overlap, max_batched_tokens=64, **options(name, kind, drafts))
+    calls = list(zip(prompts(5), MIXED, strict=True))
+    assert run(core, calls, close=False) == plain[kind]
+    assert run(core, calls) == plain[kind]  # and warm
+
+
+@pytest.mark.parametrize("name", ["scripted", "eagle3", "tree", "dflash"])
+def test_text_with_drafts_under_pressure(name: str, drafts: dict[str, str]) -> None:
+    long = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    given = prompts(5, seed=4, low=3, high=20)
+    core = engine("llama", page_size=16, overlap=True, num_pages=14, max_model_len=160, max_batched_tokens=48,
+                  **options(name, "llama", drafts))  # fmt: skip
+    assert run(core, [(p, long) for p in given]) == [solo("llama", p, long) for p in given]
+    assert core.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_right_script_is_accepted_whole(tmp_path: Path, overlap: bool) -> None:
+    prompt = prompts(1)[0]
+    answer = solo("llama", prompt)
+    script = tmp_path / "script.json"
+    script.write_text(f'{{"sequences": [{prompt + answer}]}}')
+    core = engine(draft="scripted", draft_model=str(script), draft_tokens=5, draft_adaptive=False, overlap=overlap)
+    assert run(core, [(prompt, GREEDY)]) == [answer]
+    spec = core.report()["speculation"]
+    assert spec["accepted_tokens"] / spec["draft_tokens"] > 0.9
+    assert core.stats().drafts <= 7
+
+
+def test_ngram_finds_repetition() -> None:
+    tokens = [5, 6, 7, 8, 9, 10] * 8
+    answer = solo("llama", tokens)
+    core = engine(draft="ngram", draft_adaptive=False)
+    assert run(core, [(tokens, GREEDY)]) == [answer]
