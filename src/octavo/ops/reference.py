@@ -1,4 +1,4 @@
-"""Slow, obvious references in float64: one query, one head, one key at a time. Tests and `octavo doctor` compare
+"""Slow, obvious references in float64: one query and one head at a time. Tests and `octavo doctor` compare
 the fast operations with these."""
 
 from __future__ import annotations
@@ -70,13 +70,11 @@ def paged_attention(
     for token in range(meta.num_tokens):
         row = int(meta.rows[int(meta.q_seq[token])])
         slots = visible_slots(meta, token, layer.window_tokens)
-        pages = [int(table[row, slot // kv.page_size]) for slot in slots]
+        places = [(int(table[row, slot // kv.page_size]), slot % kv.page_size) for slot in slots]
+        seen = torch.stack([pool[page, layer.index, :, :, offset] for page, offset in places]).double()
         for head in range(heads):
-            query = q[token, head * head_dim : (head + 1) * head_dim].double()
-            kv_head = head // (heads // kv_heads)
-            block = pool[:, layer.index, :, kv_head].double()  # [pages, 2, page_size, head_dim]
-            keys = [block[page, 0, slot % kv.page_size] for page, slot in zip(pages, slots, strict=True)]
-            values = [block[page, 1, slot % kv.page_size] for page, slot in zip(pages, slots, strict=True)]
-            weights = torch.softmax(torch.stack([key @ query for key in keys]) * scale, dim=0)
-            out[token, head * head_dim : (head + 1) * head_dim] = weights @ torch.stack(values)
+            columns = slice(head * head_dim, (head + 1) * head_dim)
+            keys, values = seen[:, 0, head // (heads // kv_heads)], seen[:, 1, head // (heads // kv_heads)]
+            weights = torch.softmax(keys @ q[token, columns].double() * scale, dim=0)
+            out[token, columns] = weights @ values
     return out

@@ -2,8 +2,9 @@
 
 A library picks its inner kernel by the number of rows (torch 2.13 on AVX2: 1, 2, 3, 5, 7, 9, 11 rows differ
 from 64; multiples of 4 agree). So a product runs only with row counts whose bits were seen to agree with a
-canonical run; other counts are padded up or cut into pieces. What was seen is remembered per shape and number of
-threads. The last resort, one row at a time, is invariant by itself. (Design 04, Numerics.)
+canonical run; other counts are padded up or cut into pieces. The trying is done once per shape and number of
+threads, when a weight is packed, because comparing reads values and the launch path must not. The last resort,
+one row at a time, is invariant by itself. (Design 04, Numerics.)
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch.nn import functional as F
 
 # Row counts worth trying. Padding to the next one costs at most a third.
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_CANONICAL_ROWS = 64
-_CANONICAL_ROWS_WIDE = 16  # for heads of 2**25 weights and more: 64 rows would take seconds
+_TRY_FLOP = 4e9  # the largest product tried: wider weights run in smaller pieces
 _PROBE_ROWS = 16
+_CANONICAL_ROWS = 64
 CUDA_ROWS = 64  # on a device that must not be read back every product has this one shape
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -26,22 +27,41 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 _agrees: dict[Hashable, dict[int, bool]] = {}
 
 
+def prepare_linear(key: Hashable, product: Product, inner: int, out_features: int, dtype: torch.dtype) -> None:
+    """Try the row counts of a product [n, inner] -> [n, out_features] unless its `key` is known already."""
+    known = _agrees.setdefault((key, torch.get_num_threads()), {})
+    if known:
+        return
+    limit = max(_PROBE_ROWS, int(_TRY_FLOP / (2 * inner * out_features)))
+    probe = _probe(inner, dtype)
+    canonical_rows = _CANONICAL_ROWS if limit >= _CANONICAL_ROWS else _PROBE_ROWS
+    canonical = product(_tiled(probe, canonical_rows))
+    expected = canonical[:_PROBE_ROWS]
+    # Unless every place of the canonical run gives a row the same bits, there is nothing to agree with.
+    sound = torch.equal(canonical, _tiled(expected, canonical_rows))
+    for size in _SIZES:
+        if size <= limit:
+            known[size] = sound and torch.equal(product(_tiled(probe, size)), _tiled(expected, size))
+    known.setdefault(1, False)
+
+
 def linear_rows(x: torch.Tensor, key: Hashable, product: Product, out_features: int) -> torch.Tensor:
     """product(x) for x [n, in] with every row's bits independent of n. `key` names kernel and shape."""
     if x.shape[0] == 0:
         return product(x)
     if x.device.type != "cpu":
         return _in_pieces(x, product, _fixed_pieces(x.shape[0], CUDA_ROWS))
-    known = _agrees.setdefault((key, torch.get_num_threads()), {})
-    wide = out_features * x.shape[1] >= 2**25
-    rows = _CANONICAL_ROWS_WIDE if wide else _CANONICAL_ROWS
+    threads = torch.get_num_threads()
+    if (key, threads) not in _agrees:  # the number of threads was changed since
+        prepare_linear(key, product, x.shape[1], out_features, x.dtype)
+    return _in_pieces(x, product, _pieces(x.shape[0], _agrees[key, threads]))
 
-    def agrees(size: int) -> bool:
-        if size not in known:
-            known[size] = _linear_agrees(product, x.shape[1], x.dtype, size, rows)
-        return known[size]
 
-    return _in_pieces(x, product, _pieces(x.shape[0], agrees))
+def prepare_batched(inner: int, columns: int, kind: str) -> None:
+    """Try the row counts of `batched_rows` for [B, M, inner] · [B, inner, columns]."""
+    known = _agrees.setdefault(("bmm", kind, inner, columns, torch.get_num_threads()), {})
+    if not known:
+        known.update({size: _bmm_agrees(kind, inner, columns, size) for size in _SIZES})
 
 
 def batched_rows(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
@@ -53,22 +73,12 @@ def batched_rows(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
     if a.device.type != "cpu":
         padded = -(-rows // CUDA_ROWS) * CUDA_ROWS
         return torch.bmm(F.pad(a, (0, 0, 0, padded - rows)), b)[:, :rows]
-    known = _agrees.setdefault(("bmm", kind, inner, columns, torch.get_num_threads()), {})
-
-    def agrees(size: int) -> bool:
-        if size not in known:
-            known[size] = _bmm_agrees(kind, inner, columns, size)
-        return known[size]
-
-    for multiple in (4, 8, 16):
-        padded = -(-rows // multiple) * multiple
-        if agrees(padded):
-            return _in_pieces(a, lambda block: torch.bmm(block, b), [(padded, rows)])
-    pieces = _pieces(rows, agrees)
+    prepare_batched(inner, columns, kind)
+    pieces = _pieces(rows, _agrees["bmm", kind, inner, columns, torch.get_num_threads()])
     if pieces[0][0] > 1:
         return _in_pieces(a, lambda block: torch.bmm(block, b), pieces)
-    single = [_in_pieces(a[i : i + 1], lambda block, i=i: torch.bmm(block, b[i : i + 1]), pieces) for i in range(len(a))]
-    return torch.cat(single)
+    alone = [_in_pieces(a[i : i + 1], lambda block, i=i: torch.bmm(block, b[i : i + 1]), pieces) for i in range(len(a))]
+    return torch.cat(alone)
 
 
 def row_counts_that_agree(key: Hashable) -> dict[int, bool]:
@@ -80,7 +90,7 @@ def _fixed_pieces(rows: int, size: int) -> list[tuple[int, int]]:
     return [(size, min(size, rows - at)) for at in range(0, rows, size)]
 
 
-def _pieces(rows: int, agrees: Callable[[int], bool]) -> list[tuple[int, int]]:
+def _pieces(rows: int, agrees: dict[int, bool]) -> list[tuple[int, int]]:
     """(rows of the call, rows used) in order. Falls back to single rows, whose one shape needs no proof."""
     pieces: list[tuple[int, int]] = []
     left = rows
@@ -91,14 +101,14 @@ def _pieces(rows: int, agrees: Callable[[int], bool]) -> list[tuple[int, int]]:
     return pieces
 
 
-def _next_size(left: int, agrees: Callable[[int], bool]) -> int:
+def _next_size(left: int, agrees: dict[int, bool]) -> int:
     """The smallest proven size that covers what is left without much padding, else the largest below it."""
     limit = max(_CANONICAL_ROWS, left + left // 8)
     for size in _SIZES:
-        if left <= size <= limit and agrees(size):
+        if left <= size <= limit and agrees.get(size):
             return size
     for size in reversed(_SIZES):
-        if 1 < size < left and agrees(size):
+        if 1 < size < left and agrees.get(size):
             return size
     return 1
 
@@ -126,17 +136,8 @@ def _tiled(probe: torch.Tensor, rows: int) -> torch.Tensor:
     return probe.repeat(-(-rows // len(probe)), 1)[:rows].contiguous()
 
 
-def _linear_agrees(product: Product, inner: int, dtype: torch.dtype, size: int, canonical_rows: int) -> bool:
-    """Do `size` rows give the canonical run's bits, at every place a row can stand in?"""
-    probe = _probe(inner, dtype)
-    canonical = product(_tiled(probe, canonical_rows))
-    if not torch.equal(canonical, _tiled(canonical[:_PROBE_ROWS], canonical_rows)):
-        return False  # no two places alike: nothing to agree with
-    return torch.equal(product(_tiled(probe, size)), _tiled(canonical[:_PROBE_ROWS], size))
-
-
 def _bmm_agrees(kind: str, inner: int, columns: int, size: int) -> bool:
-    """As above for a batched product, over several batch sizes; canonical is one matrix of 64 rows."""
+    """Over several batch sizes; canonical is one matrix of 64 rows."""
     generator = torch.Generator().manual_seed(20240602)
     probe = _probe(inner, torch.float32)
     batches = [count for count in (1, 2, 3, 8, 33) if count <= 3 or count * size <= 4096]

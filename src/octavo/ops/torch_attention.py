@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 import torch
 
 from octavo.ops.meta import KVLayer, KVView, StepMeta
-from octavo.ops.rows import batched_rows
+from octavo.ops.rows import batched_rows, prepare_batched
 
 BLOCK = 64
 MASK_BITS = 64
 _TILE_TOKENS = 128
 _SCORE_BUDGET = 1 << 23  # elements of one tile's score matrix: 32 MiB
+
+
+def prepare_attention(head_dim: int) -> None:
+    """Find out before the first step which row counts of the two products give the same bits."""
+    prepare_batched(head_dim, BLOCK, "nt")
+    prepare_batched(BLOCK, head_dim, "nn")
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ class AttentionStep:
 
 def _gather(pool: torch.Tensor, tile: _Tile) -> torch.Tensor:
     """pool [pages, kv_heads, page_size, head_dim] -> float32 [b, kv_heads, S, head_dim], a fresh tensor."""
-    return pool[tile.pages, :, tile.offsets].transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return pool[tile.pages, :, tile.offsets].transpose(1, 2).float().contiguous()
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, group: int) -> torch.Tensor:

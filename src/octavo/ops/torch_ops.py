@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from octavo.ops.base import Activation, Body
 from octavo.ops.meta import KVLayer, KVView, StepMeta
-from octavo.ops.torch_attention import AttentionStep
+from octavo.ops.torch_attention import AttentionStep, prepare_attention
 from octavo.ops.torch_weights import TorchWeight, pack
 from octavo.ops.weights import Matrix
 
@@ -34,6 +34,8 @@ class TorchOps:
         return weight.to(device=self.device, dtype=torch.float32, copy=True).contiguous()
 
     def rope(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.device.type == "cpu":
+            prepare_attention(2 * cos.shape[1])
         return cos.to(self.device), sin.to(self.device)
 
     def program(self, body: Body) -> TorchProgram:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
-from octavo.ops.rows import linear_rows
+from octavo.ops.rows import linear_rows, prepare_linear
 from octavo.ops.weights import GROUP, Matrix
 
 _VECTOR_CAPABILITIES = ("AVX2", "AVX512", "AVX512_VNNI", "AVX10", "AMX")
@@ -45,6 +45,8 @@ class DenseWeight:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self._key = ("linear", self.kind, tuple(weight.shape))
+        if weight.device.type == "cpu":
+            prepare_linear(self._key, self._product, self.in_features, self.out_features, weight.dtype)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         y = linear_rows(x.to(self.weight.dtype), self._key, self._product, self.out_features).to(x.dtype)
@@ -73,6 +75,7 @@ class Int4Weight:
         self.bias = bias
         self.nbytes = self.packed.nbytes + self.scales_and_zeros.nbytes + (bias.nbytes if bias is not None else 0)
         self._key = ("int4", self.out_features, self.in_features)
+        prepare_linear(self._key, self._product, self.in_features, self.out_features, torch.bfloat16)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         y = linear_rows(x.to(torch.bfloat16), self._key, self._product, self.out_features).to(x.dtype)
@@ -97,6 +100,7 @@ class Int8Weight:
         self.codes, self.scale, self.bias = codes.to(torch.int8), scale[:, 0].to(torch.bfloat16), bias
         self.nbytes = self.codes.nbytes + self.scale.nbytes + (bias.nbytes if bias is not None else 0)
         self._key = ("int8", self.out_features, self.in_features)
+        prepare_linear(self._key, self._product, self.in_features, self.out_features, torch.bfloat16)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         y = linear_rows(x.to(torch.bfloat16), self._key, self._product, self.out_features).to(x.dtype)
