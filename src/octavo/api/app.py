@@ -54,7 +54,7 @@ async def _respond(request: Request, call: Chat | Completion, stream: bool) -> R
 
 def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
     """The application over an engine client, which the caller starts and closes."""
-    app = FastAPI(title="Octavo", version=__version__, root_path=config.root_path, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = Service(config, client)
     app.include_router(router)
     app.include_router(admin.router)
@@ -63,7 +63,8 @@ def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
         if isinstance(route, Route):
             endpoints.setdefault(route.path, []).extend(sorted((route.methods or set()) - {"HEAD"}))
     errors.install(app, endpoints, BODIES)
-    app.add_middleware(Gate, api_key=config.api_key, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(Gate, api_key=config.api_key, max_body_bytes=config.max_body_bytes,
+                       root_path=config.root_path)
     if config.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=list(config.cors_origin), allow_methods=["GET", "POST"],
                            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])

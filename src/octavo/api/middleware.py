@@ -30,8 +30,9 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 class Gate:
     """Request id in and out, API key (constant time), JSON content type, body limit in bytes."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, root_path: str = "") -> None:
         self.app = app
+        self._root_path = root_path.rstrip("/")
         self._key = None if api_key is None else api_key.encode()
         self._limit_bytes = max_body_bytes
 
@@ -39,6 +40,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope["root_path"] = self._root_path
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex

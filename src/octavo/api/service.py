@@ -151,6 +151,8 @@ class Call:
             self._open -= 1
             self._metrics.count_finish(delta.finish_reason or "stop")
             self._metrics.observe("e2e_request_latency_seconds", now - self.request.arrival_s)
+            logger.debug("%s[%d] ended: %s, %d prompt tokens, %.3f s", self.request.request_id, delta.index,
+                         delta.finish_reason, len(self.request.prompt_token_ids), now - self.request.arrival_s)
             for name in ("queue", "prefill", "decode"):
                 value_s = getattr(delta.metrics, f"{name}_s", None)
                 if value_s is not None:
