@@ -51,29 +51,35 @@ inline __m256i spread(const int8_t* p) {
   std::memcpy(&x, p, 4);
   return _mm256_set1_epi32(x);
 }
+// a += b, done here and now: left to itself GCC computes all products of a group first and spills them.
+inline void add16(__m256i& a, __m256i b) {
+  a = _mm256_add_epi16(a, b);
+  asm volatile("" : "+x"(a));
+}
+
 template <int R>
 inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
   const __m256i mask = _mm256_set1_epi8(15);
   __m256i a[R], b[R];
+  for (int r = 0; r < R; r++) a[r] = b[r] = _mm256_setzero_si256();
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
     const __m256i w0 = _mm256_loadu_si256((const __m256i*)(w + 64 * j));
     const __m256i w1 = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32));
     const __m256i lo0 = _mm256_and_si256(w0, mask), lo1 = _mm256_and_si256(w1, mask);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m256i x = spread(q + r * stride + 4 * j);
+      add16(a[r], _mm256_maddubs_epi16(lo0, x));
+      add16(b[r], _mm256_maddubs_epi16(lo1, x));
+    }
     const __m256i hi0 = _mm256_and_si256(_mm256_srli_epi16(w0, 4), mask);
     const __m256i hi1 = _mm256_and_si256(_mm256_srli_epi16(w1, 4), mask);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m256i x = spread(q + r * stride + 4 * j);
-      const __m256i p0 = _mm256_maddubs_epi16(lo0, x), p1 = _mm256_maddubs_epi16(lo1, x);
-      a[r] = j ? _mm256_add_epi16(a[r], p0) : p0;
-      b[r] = j ? _mm256_add_epi16(b[r], p1) : p1;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
       const __m256i y = spread(q + r * stride + 16 + 4 * j);
-      a[r] = _mm256_add_epi16(a[r], _mm256_maddubs_epi16(hi0, y));
-      b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(hi1, y));
+      add16(a[r], _mm256_maddubs_epi16(hi0, y));
+      add16(b[r], _mm256_maddubs_epi16(hi1, y));
     }
   }
   const __m256i ones = _mm256_set1_epi16(1);
@@ -84,10 +90,10 @@ inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
 template <int R>
 inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
   const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
-  __m256i half[2][R];
 #pragma GCC unroll 2
   for (int h = 0; h < 2; h++) {
     __m256i a[R], b[R];
+    for (int r = 0; r < R; r++) a[r] = b[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
       const __m256i x = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32 * h));
@@ -95,17 +101,19 @@ inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const __m256i y = spread(q + r * stride + 4 * j);
-        const __m256i p0 = _mm256_maddubs_epi16(lo, y), p1 = _mm256_maddubs_epi16(hi, y);
-        a[r] = j ? _mm256_add_epi16(a[r], p0) : p0;
-        b[r] = j ? _mm256_add_epi16(b[r], p1) : p1;
+        add16(a[r], _mm256_maddubs_epi16(lo, y));
+        add16(b[r], _mm256_maddubs_epi16(hi, y));
       }
-    }
+      }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-      half[h][r] = _mm256_sub_epi32(_mm256_add_epi32(_mm256_madd_epi16(a[r], ones), _mm256_madd_epi16(b[r], sixteen)),
-                                    _mm256_set1_epi32(128 * sum[r * sum_stride]));
+    for (int r = 0; r < R; r++) {
+      const __m256i d = _mm256_sub_epi32(
+          _mm256_add_epi32(_mm256_madd_epi16(a[r], ones), _mm256_madd_epi16(b[r], sixteen)),
+          _mm256_set1_epi32(128 * sum[r * sum_stride]));
+      (h ? out[r].b : out[r].a) = d;
+    }
+    asm volatile("" ::: "memory");  // reload the row's codes for the other half: kept, they would be spilled
   }
-  for (int r = 0; r < R; r++) out[r] = {half[0][r], half[1][r]};
 }
 #elif defined(__ARM_FEATURE_DOTPROD) && !defined(OCTAVO_GENERIC)
 struct I {
