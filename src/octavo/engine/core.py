@@ -87,7 +87,8 @@ class EngineCore:
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         limit = getattr(self.config, "max_queue", None)  # a server's limit; a library call waits as long as it likes
-        if limit is not None and len(self.scheduler.waiting) + params.n > limit:
+        free_slots = max(0, self.config.max_running - len(self.scheduler.running))  # these do not wait
+        if limit is not None and len(self.scheduler.waiting) + params.n > limit + free_slots:
             raise QueueFull(f"{len(self.scheduler.waiting)} requests wait; at most {limit} may")
         self.ledger.can_ever_fit(prompt, max_tokens, self.parts.reserve)
         grammar = self.parts.grammars.compile(params) if params.structured is not None else None
