@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # document -> module:function that returns its text
 DOCUMENTS = {
     "docs/cli.md": "octavo.cli.docs:markdown",
+    "docs/metrics.md": "octavo.obs.metrics:document",
+    "docs/models.md": "octavo.model.document:markdown",
 }
 
 

@@ -51,62 +51,22 @@ def score(network: Any, ids: Sequence[int], page_size: int, progress: Callable[[
     """Sum of negative log-likelihoods (nats) and the number of scored tokens of `ids`, window by window."""
     import torch
 
+    from octavo.bench.scratch import chunk_step, scratch_pages
+
     windows = [ids[i : i + WINDOW_TOKENS] for i in range(0, len(ids) - 1, WINDOW_TOKENS)]
-    kv = _scratch_pages(network, page_size)
+    kv = scratch_pages(network, 1, WINDOW_TOKENS, page_size)
     nll, scored = 0.0, 0
     with torch.inference_mode():
         for number, window in enumerate(windows):
             if len(window) < 2:
                 continue
-            hidden, _ = network.forward(_window_meta(window), kv)
+            hidden, _ = network.forward(chunk_step(window), kv)
             logits = network.logits(hidden[:-1]).double()
             wanted = torch.tensor(window[1:])
             nll -= float(torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None]).sum())
             scored += len(window) - 1
             progress(number + 1, len(windows))
     return nll, scored
-
-
-def _scratch_pages(network: Any, page_size: int) -> Any:
-    """Pages for one row of a window, identity tables: this never meets the ledger, nothing is shared."""
-    import torch
-
-    from octavo.ops.meta import KVView
-
-    pages = -(-WINDOW_TOKENS // page_size)
-    config = network.config
-    dtype = getattr(network, "kv_dtype", torch.float32)
-
-    def pool(layers: int) -> torch.Tensor | None:
-        if layers == 0:
-            return None
-        return torch.zeros(pages, layers, 2, config.num_kv_heads, page_size, config.head_dim, dtype=dtype)
-
-    table = torch.arange(pages, dtype=torch.int32)[None]
-    return KVView(
-        pool(network.full_layers), pool(network.swa_layers), table, table if network.swa_layers else None, page_size
-    )
-
-
-def _window_meta(window: Sequence[int]) -> Any:
-    import torch
-
-    from octavo.ops.meta import StepMeta
-
-    count = len(window)
-    positions = torch.arange(count)
-    zero = torch.zeros(1, dtype=torch.int64)
-    return StepMeta(
-        token_ids=torch.tensor(window),
-        positions=positions,
-        write_slots=positions,
-        q_seq=torch.zeros_like(positions),
-        rows=zero,
-        kv_start=zero,
-        mask=None,
-        q_indptr=(0, count),
-        max_kv_tokens=count,
-    )
 
 
 def measure(

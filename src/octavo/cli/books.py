@@ -9,13 +9,8 @@ if TYPE_CHECKING:
 
 
 def print_books(llm: LLM) -> None:
-    """Print pools and requests as `kv_report` gives them."""
-    from octavo.cli.generate import plain
+    """Print pools and requests as a page map, and the totals that must add up."""
+    from octavo.kv import picture
 
-    report = plain(llm.kv_report())
-    for name, pool in report.get("pools", {}).items():
-        states = ", ".join(f"{state} {pages}" for state, pages in pool.items() if isinstance(pages, int))
-        print(f"KV {name} pool (pages): {states}")
-    for request in report.get("requests", []):
-        lengths = ", ".join(f"{key} {value}" for key, value in request.items())
-        print(f"  request: {lengths}")
+    report = llm.kv_report()
+    print(picture.text(report))

@@ -26,7 +26,6 @@ EXTRA_OF = {
     "prometheus_client": "server",
     "starlette": "server",
     "pydantic": "server",
-    "huggingface_hub": "hub",
     "llguidance": "grammar",
 }
 
@@ -66,8 +65,12 @@ def add_config_options(
 
 def config_from(args: argparse.Namespace, config: type[Config], **overrides: Any) -> Config:
     """The configuration of parsed arguments, the environment and defaults. Raises ConfigError."""
-    given = {k.removeprefix(_PREFIX): v for k, v in vars(args).items() if k.startswith(_PREFIX)}
-    return config.from_options(given | overrides, cli=True)
+    return config.from_options(given_options(args) | overrides, cli=True)
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options given on the command line itself, by name, still as text."""
+    return {k.removeprefix(_PREFIX): v for k, v in vars(args).items() if k.startswith(_PREFIX)}
 
 
 def open_llm(config: EngineConfig, *, quiet: bool = False) -> LLM:

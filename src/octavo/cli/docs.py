@@ -44,7 +44,7 @@ def _cell(text: str) -> str:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    module = importlib.import_module(f"octavo.cli.{COMMANDS[name]}")
+    module = importlib.import_module(COMMANDS[name])
     lines = [f"## octavo {name}\n", f"{module.HELP[0].upper()}{module.HELP[1:]}.\n", "```"]
     lines += [*module.EXAMPLES, "```\n"]
     rows, has_options = [], False

@@ -10,11 +10,16 @@ from typing import Any
 
 from octavo._version import __version__
 
-# Command name -> module under octavo.cli. Each has HELP, EXAMPLES, add_arguments(parser) and run(args) -> exit code.
+# Command name -> its module. Each has HELP, EXAMPLES, add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
-    "generate": "generate",
-    "chat": "chat",
-    "bench": "bench",
+    "generate": "octavo.cli.generate",
+    "chat": "octavo.cli.chat",
+    "serve": "octavo.cli.serve",
+    "bench": "octavo.cli.bench",
+    "pull": "octavo.cli.pull",
+    "models": "octavo.cli.models",
+    "doctor": "octavo.cli.doctor",
+    "replay": "octavo.cli.replay",
 }
 
 DESCRIPTION = "Octavo: LLM inference whose KV memory is exact to the page."
@@ -49,7 +54,7 @@ def build_parser() -> Parser:
     parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks of errors")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
     for name, module_name in COMMANDS.items():
-        module = importlib.import_module(f"octavo.cli.{module_name}")
+        module = importlib.import_module(module_name)
         sub = commands.add_parser(
             name,
             help=module.HELP,
