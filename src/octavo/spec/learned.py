@@ -155,9 +155,9 @@ def bind_target(
     `max_tokens` sizes the draft's position tables (context plus reserve). The draft's own weights are kept as int8
     where compiled operations run, else in the dtype of the activations; `kind` overrides that.
     """
-    dtype = network.dtype
+    native = not str(network.ops.name).startswith("torch")
+    dtype = torch.float32 if native else network.dtype
     if kind is None:
-        native = not str(network.ops.name).startswith("torch")
         kind = "int8" if native else ("fp32" if dtype == torch.float32 else "bf16")
     head = "lm_head.weight" if "lm_head.weight" in tensors.names() else "model.embed_tokens.weight"
     store = kind

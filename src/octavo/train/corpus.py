@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class Corpus:
                 lengths = data["lengths"].tolist()
                 generated, answers = data["generated"].tolist(), data["answers"].tolist()
                 recipe = json.loads(str(data["recipe"]))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
             raise ModelError(f"not a corpus ({type(error).__name__}: {error})", file=path) from error
         samples, at = [], 0
         for length, first, answer in zip(lengths, generated, answers, strict=True):
