@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
+from octavo.engine.request import ChoiceOutput
 from octavo.engine.setup import build
 from tests.tiny import loaded_model
 
 
-def tiny(config: EngineConfig) -> EngineCore:
-    """The real engine on a random model of 4 layers, one token a byte, context 512."""
-    return EngineCore(config, build(config, loaded_model()))
+class TinyCore(EngineCore):
+    """The real engine on a random model of 4 layers, one token a byte, context 512.
+
+    OCTAVO_TEST_STEP_S makes every step take that much longer, as a larger model's would.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, build(config, loaded_model()))
+        self._pause_s = float(os.environ.get("OCTAVO_TEST_STEP_S", "0"))
+
+    def step(self) -> list[ChoiceOutput]:
+        time.sleep(self._pause_s)
+        return super().step()
+
+
+tiny = TinyCore
