@@ -17,6 +17,7 @@ NO_TEMPLATE = (
     "the model has no chat template (it may be a base model); pass one with --chat-template FILE (a Jinja file), "
     "or send a plain prompt instead"
 )
+MAX_REPEAT = 1000
 _END_MARK = "\x02octavo-end-of-final-message\x03"
 
 
@@ -57,9 +58,19 @@ def _environment() -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Also refuses to build enormous values out of small ones."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or not (isinstance(left, int | float) and isinstance(right, int | float)):
+                size = right if isinstance(right, int) else left
+                if isinstance(size, int) and abs(size) > MAX_REPEAT:
+                    raise ValueError(f"{operator} with {size} is more than a prompt can need (up to {MAX_REPEAT})")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -95,8 +106,6 @@ def render_chat(
     With `continue_final_message` the text ends inside the last message, open to be continued, and no generation
     prompt is added. Raises `RequestError`: no template, bad messages, or what the template itself refuses.
     """
-    import jinja2
-
     if template is None:
         raise RequestError(NO_TEMPLATE, param="messages", code="no_chat_template")
     compiled = _compile(template)
@@ -116,8 +125,8 @@ def render_chat(
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             **dict(variables or {}),
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as e:
-        raise RequestError(f"chat template: {e}", param="messages") from None
+    except Exception as error:  # a template is code: it can fail in any way
+        raise RequestError(f"chat template: {error or type(error).__name__}", param="messages") from None
     return _cut(text) if continue_final_message else text
 
 

@@ -79,11 +79,8 @@ class Tokenizer:
         """
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: character {error.start} is {text[error.start]!r}, not valid Unicode; send UTF-8 text",
-                param="prompt",
-            ) from None
+        except (TypeError, UnicodeEncodeError):
+            raise _bad_text(text) from None
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -143,3 +140,11 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         """Whether plain prompts get a BOS in front."""
         return self.bos_id is not None and self.backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+
+def _bad_text(text: object) -> RequestError:
+    """Why the backend would not take a text. (It calls a string with a lone surrogate "no string".)"""
+    if not isinstance(text, str):
+        return RequestError(f"prompt: got {type(text).__name__}; a string is needed", param="prompt")
+    at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), 0)
+    return RequestError(f"prompt: character {at} is {text[at]!r}, not valid Unicode; send UTF-8 text", param="prompt")
