@@ -129,6 +129,21 @@ def test_a_chain_is_a_tree_of_single_children() -> None:
     assert allowed(tree[-1]) == {EOS}
 
 
+def test_completeness_does_not_depend_on_masks_asked_for_before() -> None:
+    schema = '{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}'
+    call = f'start: "<t>" args "</t>"\nargs: %json {schema}'
+    for text, field in (
+        ('<t>{"a": 1}</t>', {"grammar": call}),
+        ("ab", {"regex": "a?b?"}),
+        ("yes", {"regex": "yes|no"}),
+    ):
+        plain, drafted = grammar(**field).matcher(), grammar(**field).matcher()
+        for token in TOKENIZER.encode(text):
+            drafted.masks_for_draft([token, EOS, 3])
+            assert plain.accept_all([token]) == drafted.accept_all([token])
+        assert plain.is_finished and drafted.is_finished, text
+
+
 def test_matchers_of_one_grammar_are_independent() -> None:
     make = grammar(regex="ab*c")
     first, second = make.matcher(), make.matcher()

@@ -38,10 +38,12 @@ class GrammarTokenizer(Protocol):
 class Matcher:
     """One answer's place in its grammar."""
 
-    def __init__(self, inner: Any, words: int, buffer_words: int) -> None:
+    def __init__(self, inner: Any, words: int, end_mask: np.ndarray) -> None:
+        """`end_mask`: bits of the end tokens over the tokenizer's (perhaps wider) table."""
         self._inner = inner
         self._words = words
-        self._buffer = np.zeros(buffer_words, dtype=np.int32)
+        self._end_mask = end_mask
+        self._buffer = np.zeros_like(end_mask)
         self.error: str | None = None  # the engine gave up (a limit was hit); the answer cannot be continued
 
     def fill_mask(self, out: np.ndarray) -> None:
@@ -100,7 +102,15 @@ class Matcher:
     @property
     def is_finished(self) -> bool:
         """Nothing but an end token may follow."""
-        return self.error is not None or bool(self._inner.is_stopped())
+        if self.error is not None or self._inner.is_stopped():
+            return True
+        if not self._inner.is_accepting():
+            return False
+        # The library notices some ends only when it makes the next mask: whether an answer is complete must not
+        # depend on whether a draft has asked for that mask already.
+        self._inner.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+        self._check()
+        return self.error is not None or not np.any(self._buffer & ~self._end_mask)
 
     @property
     def is_accepting(self) -> bool:
@@ -125,11 +135,11 @@ def _walk(children: list[list[int]]) -> Iterator[tuple[int, int]]:
 class Grammar:
     """A compiled grammar: `matcher()` starts an answer."""
 
-    def __init__(self, inner: Any, words: int, buffer_words: int) -> None:
-        self._inner, self._words, self._buffer_words = inner, words, buffer_words
+    def __init__(self, inner: Any, words: int, end_mask: np.ndarray) -> None:
+        self._inner, self._words, self._end_mask = inner, words, end_mask
 
     def matcher(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._words, self._buffer_words)
+        return Matcher(self._inner.deep_copy(), self._words, self._end_mask)
 
 
 class GrammarCompiler:
@@ -143,6 +153,9 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._words = (vocab_size + 31) // 32
         self._table_size = max(vocab_size, tokenizer.vocab_size)
+        end_bits = np.zeros((self._table_size + 31) // 32 * 32, dtype=np.uint8)
+        end_bits[sorted(tokenizer.eos_ids)] = 1
+        self._end_mask = np.packbits(end_bits, bitorder="little").view(np.int32)
         self._trie: Any = None
         self._cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
@@ -165,7 +178,7 @@ class GrammarCompiler:
         inner = LLMatcher(self.warm_up(), source, log_level=0)
         if inner.is_error():
             raise _refused(kind, inner.get_error())
-        grammar = Grammar(inner, self._words, (self._table_size + 31) // 32)
+        grammar = Grammar(inner, self._words, self._end_mask)
         self._cache[key] = grammar
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
