@@ -29,9 +29,10 @@ def prepare_attention(head_dim: int) -> None:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries tokens[start:stop] of b sequences, seen against `slots` gathered keys each.
+    """Queries [start:stop] of the step as `sequences` × equally many, seen against S gathered keys a sequence.
 
-    pages, offsets [b, S]; valid [b, S] (slot has a page); visible [b, tokens, S].
+    Column c of the keys is the c-th thing a plain decode would see, so its place in a block does not depend on how
+    a tree was laid out. pages, offsets, valid (some query sees it) [b, S]; visible [b, tokens, S].
     """
 
     start: int
@@ -73,118 +74,109 @@ class AttentionStep:
         pool, _ = self.kv.pool(layer.pool)
         key = (layer.pool, layer.window_tokens, heads)
         if key not in self._tiles:
-            self._tiles[key] = list(self._plan(layer, heads))
+            plan = self._causal_plan if self.meta.mask is None else self._masked_plan
+            self._tiles[key] = plan(layer, heads)
         results = []
         wide = q.float() * scale
         for tile in self._tiles[key]:
             k = _gather(pool[:, layer.index, 0], tile)
             v = _gather(pool[:, layer.index, 1], tile)
             v.masked_fill_(~tile.valid[:, None, :, None], 0.0)  # stale numbers may be anything, 0 · NaN too
-            part = self._tile_tokens(wide, tile)
+            part = wide[tile.start : tile.stop].view(tile.sequences, -1, q.shape[-1])
             results.append(_attend(part, k, v, tile.visible, heads // kv_heads).to(q.dtype))
-        return torch.cat(results)
+        return torch.cat(results) if results else q
 
-    def _tile_tokens(self, q: torch.Tensor, tile: _Tile) -> torch.Tensor:
-        """[b, tokens, heads·head_dim] of one tile: its sequences stand side by side, equally long."""
-        return q[tile.start : tile.stop].view(tile.sequences, -1, q.shape[-1])
-
-    def _plan(self, layer: KVLayer, heads: int) -> list[_Tile]:
+    def _causal_plan(self, layer: KVLayer, heads: int) -> list[_Tile]:
+        """Neighbouring sequences of equally few tokens (decode, verify) share a tile; a chunk is cut into several."""
         tiles: list[_Tile] = []
-        indptr = self.meta.q_indptr
-        first = 0
+        indptr, first = self.meta.q_indptr, 0
+        fitting = _SCORE_BUDGET // max(1, heads * self.meta.max_kv_tokens)
         while first < self.meta.num_seqs:
             tokens = indptr[first + 1] - indptr[first]
+            size = min(tokens, max(8, min(_TILE_TOKENS, fitting)))
             last = first + 1
-            if tokens == 0:
-                first = last
-                continue
-            size = self._tile_size(tokens, heads)
-            # Short rows of one length (decode, verify) share a tile; a long chunk is cut into several.
-            limit = max(1, _SCORE_BUDGET // max(1, heads * size * self.meta.max_kv_tokens))
             while (
-                size == tokens
+                0 < size == tokens
                 and last < self.meta.num_seqs
                 and indptr[last + 1] - indptr[last] == tokens
-                and last - first < limit
+                and (last - first + 1) * tokens <= fitting
             ):
                 last += 1
-            for at in range(0, tokens, size):
-                tiles.append(self._tile(layer, first, last, at, min(at + size, tokens)))
+            for at in range(0, tokens, max(1, size)):
+                tiles.append(self._causal_tile(layer, first, last, at, min(at + size, tokens)))
             first = last
         return tiles
 
-    def _tile_size(self, tokens: int, heads: int) -> int:
-        fitting = _SCORE_BUDGET // max(1, heads * self.meta.max_kv_tokens)
-        return min(tokens, max(8, min(_TILE_TOKENS, fitting)))
-
-    def _tile(self, layer: KVLayer, first: int, last: int, at: int, stop: int) -> _Tile:
-        """Tokens at:stop of each of the sequences first:last (one sequence unless the tile is whole)."""
-        meta, page_size = self.meta, self.kv.page_size
+    def _causal_tile(self, layer: KVLayer, first: int, last: int, at: int, stop: int) -> _Tile:
+        """Tokens at:stop of each of the sequences first:last (one sequence unless the tile takes all its tokens)."""
+        meta = self.meta
         base = meta.q_indptr[first]
         tokens = meta.q_indptr[first + 1] - base
         lo, hi = base + at, base + (last - first - 1) * tokens + stop
-        shape = (last - first, stop - at)
-        positions = meta.positions[lo:hi].view(shape)
-        write_slots = meta.write_slots[lo:hi].view(shape)
-        kv_start = meta.kv_start[first:last, None]
-        _, table = self.kv.pool(layer.pool)
-        # In causal order no token of the tile can see past its own slot: the host knows how far that is at most.
-        reach = meta.max_kv_tokens if meta.mask is not None else meta.max_kv_tokens - (tokens - stop)
-        blocks = -(-max(reach, 1) // BLOCK)
-        begin = torch.zeros_like(kv_start)
+        write_slots = meta.write_slots[lo:hi].view(last - first, stop - at)
+        # No token sees past its own slot, and the last token's slot is below the host's bound.
+        reach = meta.max_kv_tokens - (tokens - stop)
+        columns = self._columns(write_slots[:, :1], layer.window_tokens, stop - at, reach)
+        seen = columns[:, None, :] <= write_slots[:, :, None]
         if layer.window_tokens is not None:
-            own = MASK_BITS if meta.mask is not None else stop - at
-            span_blocks = (layer.window_tokens + own - 2) // BLOCK + 2
-            if span_blocks < blocks:
-                blocks = span_blocks
-                earliest = kv_start if meta.mask is not None else positions[:, :1]
-                begin = (earliest - layer.window_tokens + 1).clamp(min=0) // BLOCK * BLOCK
-        slots = begin + torch.arange(blocks * BLOCK, device=begin.device)  # [b, S]
-        column = slots // page_size
-        found = table[meta.rows[first:last, None], column.clamp(max=table.shape[1] - 1)].long()
-        seen = self._visible(layer.window_tokens, first, last, slots, positions, write_slots, kv_start, (lo, hi))
-        reachable = (found >= 0) & (column < table.shape[1])
-        seen = seen & reachable[:, None, :]
-        valid = seen.any(dim=1)
-        return _Tile(lo, hi, last - first, found.clamp(min=0), slots % page_size, valid, seen)
+            seen = seen & (columns[:, None, :] > write_slots[:, :, None] - layer.window_tokens)
+        return self._tile(layer, lo, hi, meta.rows[first:last], columns, seen)
 
-    def _visible(
-        self,
-        window: int | None,
-        first: int,
-        last: int,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        write_slots: torch.Tensor,
-        kv_start: torch.Tensor,
-        span: tuple[int, int],
-    ) -> torch.Tensor:
-        """[b, tokens, S] bool."""
-        keys = slots[:, None, :]
-        if self.meta.mask is None:
-            seen = keys <= write_slots[:, :, None]
-            key_positions = slots
-        else:
-            bit = slots - kv_start
-            inside = (bit >= 0) & (bit < MASK_BITS)
-            mask = self.meta.mask[span[0] : span[1]].view(positions.shape)[:, :, None]
-            allowed = (mask >> bit.clamp(0, MASK_BITS - 1)[:, None, :]) & 1 > 0
-            seen = (bit < 0)[:, None, :] | (inside[:, None, :] & allowed)
-            key_positions = self._tree_positions(first, last, slots, kv_start)
+    def _masked_plan(self, layer: KVLayer, heads: int) -> list[_Tile]:
+        """Every token is a sequence of its own: what it sees of this step's slots is its mask's business alone."""
+        size = max(1, _SCORE_BUDGET // max(1, 2 * heads * BLOCK * self.meta.max_kv_tokens))
+        n = self.meta.num_tokens
+        return [self._masked_tile(layer, lo, min(lo + size, n)) for lo in range(0, n, size)]
+
+    def _masked_tile(self, layer: KVLayer, lo: int, hi: int) -> _Tile:
+        """Column kv_start + r is the r-th set bit of the token's mask: for a tree, its ancestor at depth r."""
+        meta, mask = self.meta, self.meta.mask
+        if mask is None:
+            raise ValueError("a masked tile needs a mask")
+        sequence, window = meta.q_seq[lo:hi], layer.window_tokens
+        start = meta.kv_start[sequence][:, None]
+        bit = torch.arange(MASK_BITS, device=mask.device)
+        bits = (mask[lo:hi, None] >> bit) & 1
+        order = torch.sort(1 - bits, dim=1, stable=True).indices  # set bits first, ascending
+        columns = self._columns(start, window, MASK_BITS, meta.max_kv_tokens)
+        rank = columns - start
+        own = order.gather(1, rank.clamp(0, MASK_BITS - 1))
+        slots = torch.where(rank < 0, columns, start + own)
+        seen = rank < bits.sum(dim=1, keepdim=True)
         if window is not None:
-            seen = seen & (key_positions[:, None, :] > positions[:, :, None] - window)
-        return seen
+            place = self._own_positions()[sequence].gather(1, own)
+            place = torch.where(rank < 0, columns, place)
+            seen = seen & (place > meta.positions[lo:hi, None] - window)
+        return self._tile(layer, lo, hi, meta.rows[sequence], slots, seen[:, None, :])
 
-    def _tree_positions(self, first: int, last: int, slots: torch.Tensor, kv_start: torch.Tensor) -> torch.Tensor:
-        """[b, S] position of the token in each slot: the slot itself, but for this step's own (tree) tokens."""
+    def _own_positions(self) -> torch.Tensor:
+        """[b, 64] position of the token in slot kv_start + j, where this step writes one; else the slot itself."""
         meta = self.meta
-        lo, hi = meta.q_indptr[first], meta.q_indptr[last]
-        shape = (last - first, (hi - lo) // (last - first))
-        own = kv_start + torch.arange(MASK_BITS + 1, device=slots.device)
-        column = (meta.write_slots[lo:hi].view(shape) - kv_start).clamp(0, MASK_BITS)
-        own = own.scatter(1, column, meta.positions[lo:hi].view(shape))
-        bit = slots - kv_start
-        return torch.where((bit >= 0) & (bit < MASK_BITS), own.gather(1, bit.clamp(0, MASK_BITS)), slots)
+        bit = torch.arange(MASK_BITS + 1, device=meta.positions.device)
+        table = meta.kv_start[:, None] + bit
+        column = (meta.write_slots - meta.kv_start[meta.q_seq]).clamp(0, MASK_BITS)
+        table[meta.q_seq, column] = meta.positions
+        return table[:, :MASK_BITS]
+
+    def _columns(self, earliest: torch.Tensor, window: int | None, own: int, reach: int) -> torch.Tensor:
+        """[b, S] whole blocks of columns, from 0 or from the block where the window of `earliest` [b, 1] begins."""
+        blocks = -(-max(reach, 1) // BLOCK)
+        begin = torch.zeros_like(earliest)
+        if window is not None and (window + own - 2) // BLOCK + 2 < blocks:
+            blocks = (window + own - 2) // BLOCK + 2
+            begin = (earliest - window + 1).clamp(min=0) // BLOCK * BLOCK
+        return begin + torch.arange(blocks * BLOCK, device=begin.device)
+
+    def _tile(
+        self, layer: KVLayer, lo: int, hi: int, rows: torch.Tensor, slots: torch.Tensor, seen: torch.Tensor
+    ) -> _Tile:
+        _, table = self.kv.pool(layer.pool)
+        page = slots // self.kv.page_size
+        found = table[rows[:, None], page.clamp(0, table.shape[1] - 1)].long()
+        seen = seen & ((found >= 0) & (page < table.shape[1]))[:, None, :]
+        return _Tile(
+            lo, hi, len(rows), found.clamp(min=0), slots % self.kv.page_size, seen.any(dim=1), seen
+        )
 
 
 def _gather(pool: torch.Tensor, tile: _Tile) -> torch.Tensor:
