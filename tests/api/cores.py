@@ -15,10 +15,11 @@ from tests.tiny import loaded_model
 class TinyCore(EngineCore):
     """The real engine on a random model of 4 layers, one token a byte, context 512.
 
-    OCTAVO_TEST_STEP_S makes every step take that much longer, as a larger model's would.
+    OCTAVO_TEST_STEP_S and OCTAVO_TEST_LOAD_S make every step and the start take longer, as a larger model's would.
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        time.sleep(float(os.environ.get("OCTAVO_TEST_LOAD_S", "0")))
         super().__init__(config, build(config, loaded_model()))
         self._pause_s = float(os.environ.get("OCTAVO_TEST_STEP_S", "0"))
 
