@@ -35,7 +35,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "a <b> & 
 TEMPLATES = {
     "plain": TEMPLATE,
     "json": "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=2) }}\n{% endfor %}{{ messages[0].content }}",
-    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n  [{{ m.content }}]\n  {% endif %}\n{% endfor %}\n",
+    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n  [{{ m.content }}]\n {% endif %}\n{% endfor %}\n",
     "loopcontrols": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "namespace": "{% set s = namespace(n=0) %}{% for m in messages %}{% set s.n = s.n + 1 %}{% endfor %}{{ s.n }}",

@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,8 +105,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return new
 
 
-def _context() -> ssl.SSLContext:
-    bundle = os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
+@lru_cache(maxsize=4)
+def _context(bundle: str | None) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=bundle if bundle and Path(bundle).is_file() else None)
 
 
@@ -113,7 +114,8 @@ def _context() -> ssl.SSLContext:
 def http_get(url: str, headers: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str], IO[bytes]]]:
     """(status, headers with small letters, body). Raises `HttpFailure`; proxies come from the environment."""
     redirects = _Redirects()
-    opener = urllib.request.build_opener(redirects, urllib.request.HTTPSHandler(context=_context()))
+    bundle = os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
+    opener = urllib.request.build_opener(redirects, urllib.request.HTTPSHandler(context=_context(bundle)))
     request = urllib.request.Request(url, headers={"User-Agent": "octavo", **headers})
     try:
         response = opener.open(request, timeout=TIMEOUT_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import ModelError, ModelNotFound
 from ..config import ModelConfig
 from .cache import cache_folder, file_sha256
-from .hub import HUB_ID, pull
+from .hub import HUB_ID, pull, unknown
 from .packages import KNOWN_MODELS
 from .source import TensorSource
 from .tokenizer import Tokenizer
@@ -84,6 +84,8 @@ def resolve(
 ) -> tuple[Path, str]:
     """(local file or folder, name to show) for what the user typed."""
     text = os.fspath(spec)
+    if not text.strip():
+        raise unknown(text)
     path = Path(text).expanduser()
     if path.exists():
         return path, (path.stem if path.is_file() else path.resolve().name)
