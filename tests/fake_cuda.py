@@ -85,6 +85,10 @@ class _WithoutDeviceGuard(TorchFunctionMode):
             return aten.index_put_(args[0], list(args[1]), args[2])
         if func is torch.Tensor.__invert__:
             return aten.bitwise_not(args[0])
+        if func is torch.Tensor.contiguous:
+            return aten.clone(args[0], memory_format=torch.contiguous_format)
+        if func is torch.Tensor.copy_:
+            return aten.copy_(args[0], args[1])
         if func in _CASTS:
             return aten._to_copy(args[0], dtype=_CASTS[func])
         return func(*args, **kwargs)
@@ -93,5 +97,5 @@ class _WithoutDeviceGuard(TorchFunctionMode):
 @contextmanager
 def fake_cuda() -> Iterator[torch.device]:
     """Inside, tensors made on the yielded device have shapes and a device, and no values."""
-    with FakeTensorMode(), _WithoutDeviceGuard():
+    with FakeTensorMode(allow_non_fake_inputs=True), _WithoutDeviceGuard():
         yield torch.device("cuda")

@@ -97,7 +97,10 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
     backend.add_tokens([f"<{i}>" for i in range(VOCAB - 257)])
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     return Tokenizer(backend, eos_ids=[EOS], eos_id=EOS, chat_template=template)
 
 

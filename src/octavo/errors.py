@@ -9,6 +9,7 @@
 │   │   ├── `ContextLengthExceeded`
 │   │   └── `NeverFits`    the request is larger than a whole pool
 │   └── `QueueFull`        try again later (HTTP 429)
+├── `GrammarError`         a constrained answer cannot go on (a limit of the grammar engine)
 ├── `OutOfPages`           a pool cannot give what a plan needs now; the scheduler answers it, users never see it
 ├── `EngineDead`           the engine process or loop is gone (HTTP 503)
 └── `LawViolation`         the KV books are wrong: names the law, the row and the numbers
@@ -79,6 +80,12 @@ class NeverFits(RequestError):
     """The request needs more pages than its pool has in total: waiting would not help."""
 
     code = "request_too_large"
+
+
+class GrammarError(OctavoError):
+    """A constrained answer cannot go on: the grammar engine hit one of its limits."""
+
+    code = "grammar_error"
 
 
 class QueueFull(UserError):

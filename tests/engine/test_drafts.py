@@ -23,7 +23,8 @@ from tests.tiny import VOCAB, config_of, engine
 MIXED = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_k=12, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.3),
+    SamplingParams(temperature=0.7, top_k=12, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True,
+                   repetition_penalty=1.3),  # fmt: skip
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, presence_penalty=1.0, frequency_penalty=0.5),
     SamplingParams(temperature=0.6, min_p=0.02, seed=9, max_tokens=20, logit_bias={7: 3.0}, min_tokens=15),
 ]

@@ -150,7 +150,7 @@ class Runner:
         count = len(flat.lengths) + sum(flat.lengths)
         if decodes:
             tap = taps[:count] if taps is not None else None
-            self._verify(handle, decodes, flat, draft, decode_rows, start, hidden[:count], tap)
+            self._verify(handle, decodes, flat, draft, decode_rows, start, hidden[:count], tap, max_kv_tokens)
         if prefills:
             self._prefill(handle, prefills, rows[len(decodes) :], hidden[count:],
                           taps[count:] if taps is not None else None, max_kv_tokens)
@@ -220,6 +220,7 @@ class Runner:
         start: torch.Tensor,
         hidden: torch.Tensor,
         taps: torch.Tensor | None,
+        max_kv_tokens: int,
     ) -> None:
         """Sample at every node, keep the accepted run, bring relay, history and drafter up to date."""
         host_rows = tuple(d.row for d in decodes)
@@ -245,7 +246,9 @@ class Runner:
                     )
                 )
         masks = to_device(draft_masks(decodes, flat.lengths, draft, self.network.config.vocab_size), self.device)
-        sampled, logprobs = self.sampler.sample(hidden, node_rows, at, host_rows, path=path, bitmask=masks)
+        sampled, logprobs = self.sampler.sample(
+            hidden, node_rows, at, host_rows, max_tokens=max_kv_tokens + 1, path=path, bitmask=masks
+        )
         nodes, counts, tokens = self._accept(flat, draft, sampled)
         room = self.context_tokens - 1 - start
         counts = torch.minimum(counts, room.clamp(min=0))
@@ -331,7 +334,9 @@ class Runner:
             last = hidden.index_select(0, upload(ends[final] - 1, self.device))
             host_rows = tuple(chunks[i].row for i in final)
             masks = to_device(first_masks([chunks[i] for i in final], self.network.config.vocab_size), self.device)
-            sampled, logprobs = self.sampler.sample(last, final_rows, at, host_rows, bitmask=masks)
+            sampled, logprobs = self.sampler.sample(
+                last, final_rows, at, host_rows, max_tokens=max_kv_tokens + 1, bitmask=masks
+            )
             self.relay.store(final_rows, at, sampled)
             self.sampler.remember(final_rows, at, sampled[:, None])
             handle.keep_prefills(final, sampled, logprobs)

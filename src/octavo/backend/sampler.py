@@ -49,12 +49,14 @@ class Sampler:
         positions: torch.Tensor,
         host_rows: Sequence[int],
         *,
+        max_tokens: int,
         path: torch.Tensor | None = None,
         bitmask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Tokens [m] for hidden states [m, H], and log-probabilities if any row wants them.
 
         rows, positions [m]: ledger row of each hidden state and sequence index of the token to be sampled;
+        max_tokens bounds the positions on the host;
         path [m, d] drafted ancestors (padded with -1); bitmask int32 [m, words] of the grammar.
         """
         flags = self.state.flags(host_rows)
@@ -62,7 +64,7 @@ class Sampler:
             return self._network.argmax(hidden), None
         logits = self._network.logits(hidden)
         processed = self.state.process(
-            logits, rows, positions, flags, max_tokens=self._context_tokens, ancestors=path, bitmask=bitmask
+            logits, rows, positions, flags, max_tokens=max_tokens, ancestors=path, bitmask=bitmask
         )
         tokens = self.state.sample(processed, rows, positions, flags)
         wanted = logprobs(logits, tokens, flags.logprobs) if flags.logprobs is not None else None

@@ -24,7 +24,7 @@ from octavo.engine.output import Delta, OutputProcessor, TokenLogprob, token_log
 from octavo.engine.request import ChoiceOutput, EngineRequest, Request, State
 from octavo.engine.setup import Parts, build
 from octavo.engine.stats import EngineStats, StatsKeeper
-from octavo.errors import ContextLengthExceeded, LawViolation, OctavoError, QueueFull, RequestError
+from octavo.errors import ContextLengthExceeded, GrammarError, LawViolation, OctavoError, QueueFull, RequestError
 from octavo.kv.balance import check as check_books
 from octavo.ops.random_bits import request_seed
 from octavo.sched.batch import StepPlan
@@ -232,14 +232,17 @@ class EngineCore:
         request.tokens.extend(kept)
         self._stats.tokens(request, len(kept), now)
         reason = delta.finish_reason
+        error: OctavoError | None = None
         if request.grammar is not None and request.grammar.accept_all(kept) and reason is None:
-            delta, reason = self._ended(request, delta, "stop")
+            if request.grammar.error is not None:
+                error = GrammarError(f"request {request.call_id}: {request.grammar.error}")
+            delta, reason = self._ended(request, delta, "stop" if error is None else "error")
         elif reason is None and len(request.tokens) >= self.max_model_len:
             delta, reason = self._ended(request, delta, "length")
         if reason is not None:
             self._release(request, reason, publish=True)
         if reason is not None or delta.text or delta.token_ids:
-            self._emit(request, delta, reason)
+            self._emit(request, delta, reason, error)
 
     def _ended(self, request: Request, delta: Delta, reason: str) -> tuple[Delta, str]:
         """End an answer for a reason its output cannot see (grammar complete, context full)."""

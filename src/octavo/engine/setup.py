@@ -46,9 +46,18 @@ class Parts:
     info: dict[str, Any] = field(default_factory=dict)
 
 
-def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
-    """Load `config.model` (or take `loaded`) and build the parts. Raises ConfigError or ModelError."""
-    device = _device(config)
+def build(
+    config: EngineConfig,
+    loaded: LoadedModel | None = None,
+    *,
+    device: torch.device | None = None,
+    draft: DraftPlan | None = None,
+) -> Parts:
+    """Load `config.model` (or take `loaded`) and build the parts. Raises ConfigError or ModelError.
+
+    `device` overrides `config.device` without looking whether it exists; `draft` is a plan made before.
+    """
+    device = _device(config) if device is None else device
     _set_threads(config)
     if loaded is None:
         loaded = load_model(
@@ -57,7 +66,7 @@ def build(config: EngineConfig, loaded: LoadedModel | None = None) -> Parts:
             accept_license=config.accept_license,
             chat_template=config.chat_template,
         )
-    draft = plan_draft(config, loaded)
+    draft = plan_draft(config, loaded) if draft is None else draft
     kv_dtype = _kv_dtype(config)
     full_bytes, swa_bytes = kv_page_bytes(loaded.config, config.page_size, kv_dtype, draft.kv_layers)
     sizes, max_model_len = size_pools(config, loaded, draft.reserve, full_bytes, swa_bytes)
