@@ -141,10 +141,10 @@ def _owners(ledger: LedgerBase, pool: PagePool[Any]) -> list[LawViolation]:
         (cached, "the prefix tree", (PageState.CACHED,)),
     ):
         pages = np.concatenate(owners) if owners else np.empty(0, np.int32)
-        if len(pages) and (pages.min() < 0 or pages.max() >= pool.total):
+        if len(pages) and (pages.min() < 0 or pages.max() >= len(pool.state)):
             broken.append(LawViolation(6, f"{pool.name} pool: {kind} name pages that do not exist"))
             continue
-        named = np.bincount(pages, minlength=pool.total)
+        named = np.bincount(pages, minlength=len(pool.state))
         expected = np.isin(pool.state, np.array(states, np.uint8))
         for page in np.flatnonzero(named != expected)[:8].tolist():
             state = STATE_NAMES[int(pool.state[page])]

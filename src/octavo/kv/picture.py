@@ -20,7 +20,7 @@ CELL = 10  # pixels
 
 def row_colour(row: int) -> str:
     """A colour per row; neighbours differ."""
-    return f"hsl({row * 137 % 360} 62% 52%)"
+    return f"hsl({(row * 137 + 205) % 360} 62% 52%)"
 
 
 def _cells(pool: dict[str, Any], owners: dict[int, int]) -> tuple[list[tuple[str, int | None]], int]:

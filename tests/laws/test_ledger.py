@@ -1,0 +1,699 @@
+"""The ledger's entries one by one: what they change, what they refuse, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.errors import ConfigError, LawViolation, NeverFits, OutOfPages
+from octavo.kv.ledger import Ledger, LedgerConfig, OutOfRows
+from octavo.kv.sizing import DecodeReserve
+from tests.laws.helpers import commit, make, ok, pages, prefill, sliding, tokens
+
+
+def lengths(ledger: Ledger, row: int) -> dict[str, int]:
+    names = ("committed", "known", "allocated", "protected", "evicted", "fill")
+    return {name: int(getattr(ledger, name)[row]) for name in names}
+
+
+# --- configuration ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [0, 3, -16, 48])
+def test_page_size_is_a_power_of_two(page_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"page_size: got {page_size}"):
+        LedgerConfig(page_size=page_size, full_pages=100)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_rows", 0), ("context_tokens", 0), ("largest_reserve_tokens", 0), ("swa_pages", -1),
+        ("window_tokens", -1), ("chunk_tokens", -1), ("key_mode", "triple"),
+    ],
+)  # fmt: skip
+def test_options_are_named(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=option):
+        LedgerConfig(**{"page_size": 16, "full_pages": 100, option: value})
+
+
+def test_the_smallest_configuration_works() -> None:
+    config = LedgerConfig(page_size=1, full_pages=2, max_rows=1, context_tokens=1, largest_reserve_tokens=1)
+    assert config.width_pages == 2 and config.swa_pages == config.chunk_tokens == config.window_tokens == 0
+    got = prefill(Ledger(config), [7])
+    assert got.cached_tokens == 0
+
+
+def test_memory_too_small_for_one_request() -> None:
+    assert LedgerConfig(page_size=16, full_pages=2, largest_reserve_tokens=16).full_pages == 2
+    with pytest.raises(ConfigError, match="num_pages: got 1; one request needs at least 2"):
+        LedgerConfig(page_size=16, full_pages=1, largest_reserve_tokens=16)
+
+
+@pytest.mark.parametrize(("overlap", "least"), [(False, 36), (True, 52)])
+def test_sliding_pool_minimum(overlap: bool, least: int) -> None:
+    values = {
+        "page_size": 16, "full_pages": 200, "window_tokens": 280, "chunk_tokens": 256, "largest_reserve_tokens": 9,
+        "overlap": overlap,
+    }  # fmt: skip
+    assert LedgerConfig(**values, swa_pages=least).swa_pages == least
+    with pytest.raises(ConfigError, match=f"at least {least}"):
+        LedgerConfig(**values, swa_pages=least - 1)
+
+
+def test_a_window_and_its_pool_come_together() -> None:
+    with pytest.raises(ConfigError, match="swa_pages"):
+        LedgerConfig(page_size=16, full_pages=100, window_tokens=64)
+    with pytest.raises(ConfigError, match="swa_pages"):
+        LedgerConfig(page_size=16, full_pages=100, swa_pages=64)
+
+
+def test_width_follows_law_10() -> None:
+    assert LedgerConfig(page_size=16, full_pages=100, context_tokens=100, largest_reserve_tokens=12).width_pages == 7
+    assert LedgerConfig(page_size=16, full_pages=100, context_tokens=100, largest_reserve_tokens=13).width_pages == 8
+
+
+# --- admit, extend ---------------------------------------------------------------------------------------------
+
+
+def test_admit_a_cold_prompt() -> None:
+    ledger = make()
+    got = ledger.admit(np.array(tokens(9)))
+    assert got == (0, 1, 0)
+    assert lengths(ledger, 0) == dict.fromkeys(("committed", "known", "allocated", "protected", "evicted", "fill"), 0)
+    assert ledger.stats["queried_tokens"] == 9 and ledger.stats["hit_tokens"] == 0
+    ok(ledger)
+
+
+def test_admit_a_warm_prompt_starts_behind_the_prefix() -> None:
+    ledger = make()
+    first = prefill(ledger, tokens(10), publish=True)
+    got = ledger.admit(tokens(12))
+    assert got == (1, 1, 8)
+    expected = {"committed": 8, "known": 8, "allocated": 8, "protected": 8, "evicted": 0, "fill": 0}
+    assert lengths(ledger, 1) == expected
+    assert pages(ledger, 1) == pages(ledger, first.row)[:2]
+    assert ledger.stats["hit_tokens"] == 8
+    ok(ledger)
+
+
+def test_nobody_is_admitted_without_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        make().admit([])
+
+
+def test_rows_run_out_and_come_back() -> None:
+    ledger = make(max_rows=2)
+    a, b = ledger.admit([1]), ledger.admit([2])
+    assert (a.row, b.row) == (0, 1)
+    with pytest.raises(OutOfRows, match="all 2 request rows"):
+        ledger.admit([3])
+    ledger.release(a.row)
+    again = ledger.admit([3])
+    assert again.row == a.row and again.generation == a.generation + 1
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    ledger = make(prefix_cache=False)
+    got = prefill(ledger, tokens(12))
+    assert ledger.publish(got.row, tokens(12)) == 0
+    ledger.release(got.row, tokens(12))
+    assert ledger.admit(tokens(12)).cached_tokens == 0 and ledger.full_pool.free == 32
+    ok(ledger)
+
+
+def test_extend_holds_whole_pages() -> None:
+    ledger = make()
+    row = ledger.admit(tokens(40)).row
+    for upto, allocated in ((1, 4), (4, 4), (5, 8), (5, 8), (13, 16)):
+        ledger.extend(row, upto)
+        assert (ledger.known[row], ledger.allocated[row], ledger.committed[row]) == (upto, allocated, 0)
+        assert len(pages(ledger, row)) == allocated // 4 == ledger.full_pool.by_name()["held"]
+        ok(ledger)
+
+
+def test_extend_takes_pages_of_both_pools() -> None:
+    ledger = sliding()
+    row = ledger.admit(tokens(40)).row
+    ledger.extend(row, 13)
+    assert ledger.full_pool.by_name()["held"] == ledger.swa_pool.by_name()["held"] == 4
+    ok(ledger)
+
+
+def test_extend_never_goes_back_nor_behind_the_context() -> None:
+    ledger = make(context_tokens=30, full_pages=30)
+    row = ledger.admit(tokens(40)).row
+    ledger.extend(row, 13)
+    with pytest.raises(LawViolation, match="law 3.*known=13.*upto=12"):
+        ledger.extend(row, 12)
+    with pytest.raises(LawViolation, match="law 10.*upto=31.*context=30"):
+        ledger.extend(row, 31)
+    ledger.extend(row, 30)
+    assert ledger.stats["violations"] == 2
+
+
+@pytest.mark.parametrize("pool", ["full", "swa"])
+def test_extend_is_all_or_nothing(pool: str) -> None:
+    sizes = {"full": {"full_pages": 5, "swa_pages": 12}, "swa": {"full_pages": 40, "swa_pages": 6}}[pool]
+    ledger = sliding(window_tokens=8, **sizes)
+    row = ledger.admit(tokens(40)).row
+    ledger.extend(row, 8)
+    before = (lengths(ledger, row), ledger.full_table.copy(), ledger.full_pool.free, ledger.swa_pool.free)
+    with pytest.raises(OutOfPages) as caught:
+        ledger.extend(row, 36)
+    have = ledger.available(pool)
+    assert (caught.value.pool, caught.value.needed_pages, caught.value.available_pages) == (pool, 7, have)
+    assert lengths(ledger, row) == before[0] and (ledger.full_table == before[1]).all()
+    assert (ledger.full_pool.free, ledger.swa_pool.free) == before[2:]
+    ledger.extend(row, 8 + 4 * have)
+    assert ledger.free_pages(pool) == 0
+    ok(ledger)
+
+
+# --- plan, commit ----------------------------------------------------------------------------------------------
+
+
+def test_plan_goes_through_the_watermark() -> None:
+    ledger = make()
+    a, b = prefill(ledger, tokens(9)), prefill(ledger, tokens(4, 50))
+    plan = ledger.plan_decode([a.row, b.row], 4)
+    assert (plan.current.tolist(), plan.next.tolist(), plan.needed_tokens) == ([12, 4], [16, 8], 8)
+    plan = ledger.plan_decode(np.array([b.row, a.row]), DecodeReserve(4, 0))
+    assert (plan.next.tolist(), plan.needed_tokens) == ([8, 16], 0)
+    ok(ledger)
+
+
+def test_plan_of_one_equals_plan_of_many() -> None:
+    for reserve in (0, 1, 3, 4, 8):
+        one, many = make(), make()
+        for ledger in (one, many):
+            prefill(ledger, tokens(7))
+            prefill(ledger, tokens(3, 20))
+        alone = [one.plan_decode([row], reserve) for row in (0, 1)]
+        together = many.plan_decode([0, 1], reserve)
+        assert [int(p.next[0]) for p in alone] == together.next.tolist()
+        assert [int(p.current[0]) for p in alone] == together.current.tolist()
+        assert sum(p.needed_tokens for p in alone) == together.needed_tokens
+        assert one.full_pool.free == many.full_pool.free
+        ok(one)
+        ok(many)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_plan_of_rows_that_need_several_pages_each(page_size: int) -> None:
+    ledger = sliding(page_size=page_size, full_pages=100, swa_pages=90, window_tokens=8)
+    rows = [prefill(ledger, tokens(n, 100 * n)).row for n in (3, 5, 6)]
+    plan = ledger.plan_decode(rows, 8)
+    assert plan.needed_tokens == sum(plan.next - plan.current)
+    for row, end in zip(rows, plan.next.tolist(), strict=True):
+        assert len(pages(ledger, row)) == len(pages(ledger, row, "swa")) == end // page_size
+    ok(ledger)
+
+
+def test_plan_of_nobody() -> None:
+    plan = make().plan_decode([], 4)
+    assert plan.needed_tokens == 0 and len(plan.next) == 0
+
+
+def test_first_plan_behind_a_chunk_in_flight_counts_the_chunk() -> None:
+    ledger = make()
+    got = ledger.admit(tokens(20))
+    ledger.extend(got.row, 20)
+    assert ledger.plan_decode([got.row], 4).next.tolist() == [24], "known is 20, though committed is 0"
+    commit(ledger, got, 20)
+    assert ledger.plan_decode([got.row], 4).needed_tokens == 0
+    ok(ledger)
+
+
+def test_a_smaller_reserve_never_gives_pages_back() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(8))
+    assert ledger.plan_decode([got.row], 8).next.tolist() == [16]
+    assert ledger.plan_decode([got.row], 1).next.tolist() == [16]
+    ok(ledger)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("pool", ["full", "swa"])
+def test_plan_is_all_or_nothing(count: int, pool: str) -> None:
+    sizes = {"full": (3 * count, 12), "swa": (40, 6)}[pool]
+    ledger = sliding(window_tokens=8, full_pages=sizes[0], swa_pages=sizes[1])
+    for i in range(count):
+        prefill(ledger, tokens(8, 20 * i))
+    while pool == "swa" and ledger.free_pages("swa") >= 2 * count:
+        if ledger.allocated[0] > 24:
+            break
+        ledger.extend(0, int(ledger.allocated[0]) + 4)
+        ledger.commit([0], [1], [int(ledger.known[0])])
+    before = [lengths(ledger, row) for row in range(count)]
+    free = (ledger.free_pages("full"), ledger.free_pages("swa"))
+    with pytest.raises(OutOfPages) as caught:
+        ledger.plan_decode(list(range(count)), 8)
+    assert caught.value.pool == pool and caught.value.available_pages == ledger.available(pool)
+    assert caught.value.needed_pages == 2 * count
+    assert [lengths(ledger, row) for row in range(count)] == before
+    assert (ledger.free_pages("full"), ledger.free_pages("swa")) == free
+    ok(ledger)
+
+
+def test_plan_evicts_cached_pages_of_the_pool_that_lacks_them() -> None:
+    ledger = sliding(window_tokens=8, full_pages=40, swa_pages=8)
+    ledger.release(prefill(ledger, tokens(24), publish=True).row)
+    assert ledger.swa_pool.by_name()["cached"] == 6
+    got = ledger.admit(tokens(9, 50))
+    ledger.extend(got.row, 9)
+    commit(ledger, got, 9)
+    ledger.plan_decode([got.row], 8)
+    assert ledger.full_pool.by_name()["cached"] == 6, "full pages were not short"
+    assert ledger.swa_pool.by_name() | {"total": 0} == {
+        "total": 0, "free": 0, "cached": 3, "held": 5, "leased": 0, "quarantined": 0,
+    }  # fmt: skip
+    ok(ledger)
+
+
+def test_law_10_guards_reserve_and_row() -> None:
+    ledger = make(context_tokens=16, largest_reserve_tokens=8, full_pages=40)
+    assert ledger.width_pages == 6
+    a, b = prefill(ledger, tokens(16)), prefill(ledger, tokens(16, 50))
+    with pytest.raises(LawViolation, match="law 10.*reserve=9.*largest=8"):
+        ledger.plan_decode([a.row], 9)
+    assert ledger.plan_decode([a.row, b.row], 8).next.tolist() == [24, 24], "the whole row is used, and no page more"
+    ledger.commit([a.row, b.row], [1, 1], [17, 17])  # behind the context: nobody clamped the run
+    for rows in ([a.row], [b.row, a.row]):
+        with pytest.raises(LawViolation, match="law 10"):
+            ledger.plan_decode(rows, 8)
+    assert ledger.plan_decode([a.row, b.row], 7).needed_tokens == 0
+    ok(ledger)
+
+
+def test_a_plan_names_live_rows_once() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(4))
+    with pytest.raises(LawViolation, match="names a row twice"):
+        ledger.plan_decode([got.row, got.row], 4)
+    for rows in ([3], [got.row, 3]):
+        with pytest.raises(LawViolation, match="law 2 row 3: plan_decode of a row that is free"):
+            ledger.plan_decode(rows, 4)
+    ok(ledger)
+
+
+def test_commit_moves_on_and_never_back() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(4))
+    ledger.plan_decode([got.row], 8)
+    assert commit(ledger, got, 7) and ledger.known[got.row] == ledger.committed[got.row] == 7
+    assert commit(ledger, got, 7)
+    with pytest.raises(LawViolation, match="law 3.*committed=7.*new=6"):
+        commit(ledger, got, 6)
+    with pytest.raises(LawViolation, match="law 2.*new=13.*allocated=12"):
+        commit(ledger, got, 13)
+    assert commit(ledger, got, 12)
+    ok(ledger)
+
+
+def test_commit_leaves_known_at_the_chunk_in_flight() -> None:
+    ledger = make()
+    got = ledger.admit(tokens(20))
+    ledger.extend(got.row, 8)
+    ledger.extend(got.row, 20)
+    commit(ledger, got, 8)
+    assert (ledger.committed[got.row], ledger.known[got.row]) == (8, 20)
+
+
+def test_a_refused_commit_changes_no_row() -> None:
+    ledger = make()
+    a, b = prefill(ledger, tokens(4)), prefill(ledger, tokens(6, 20))
+    ledger.plan_decode([a.row, b.row], 8)
+    with pytest.raises(LawViolation, match="row 1"):
+        ledger.commit([a.row, b.row], [1, 1], [5, 5])
+    with pytest.raises(LawViolation, match="row 1"):
+        ledger.commit([a.row, b.row], [1, 1], [5, 50])
+    assert ledger.committed[[a.row, b.row]].tolist() == [4, 6]
+
+
+def test_stale_commits_are_dropped_one_by_one() -> None:
+    ledger = make()
+    a, b = prefill(ledger, tokens(4)), prefill(ledger, tokens(4, 20))
+    ledger.plan_decode([a.row, b.row], 8)
+    ledger.release(a.row)
+    c = prefill(ledger, tokens(4, 40))
+    assert c.row == a.row
+    applied = ledger.commit([a.row, b.row], [a.generation, b.generation], [6, 7])
+    assert applied.tolist() == [False, True]
+    assert ledger.committed[c.row] == 4 and ledger.committed[b.row] == 7
+    assert ledger.stats["stale_commits"] == 1
+
+
+# --- publish, evict, release -----------------------------------------------------------------------------------
+
+
+def test_publish_is_bounded_by_known_tokens() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(4))
+    ledger.plan_decode([got.row], 8)
+    commit(ledger, got, 12)  # overshoot behind a stop
+    assert ledger.publish(got.row, tokens(11)) == 8
+    assert ledger.publish(got.row, tokens(3)) == 8, "protected never falls"
+    assert ledger.publish(got.row, tokens(99)) == 12, "committed bounds it too"
+    ok(ledger)
+
+
+def test_releases_publish_what_is_settled() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(9))
+    ledger.plan_decode([got.row], 8)
+    ledger.release(got.row, tokens(10))
+    assert ledger.full_pool.by_name() == {
+        "total": 32, "free": 30, "cached": 2, "held": 0, "leased": 0, "quarantined": 0,
+    }  # fmt: skip
+    assert ledger.admit(tokens(10)).cached_tokens == 8
+    ok(ledger)
+
+
+def test_release_without_tokens_publishes_nothing() -> None:
+    ledger = make()
+    ledger.release(prefill(ledger, tokens(9)).row)
+    assert ledger.full_pool.free == 32
+    assert pages(ledger, 0) == []
+    ok(ledger, at_rest=True)
+
+
+@pytest.mark.parametrize("entry", ["release", "extend", "publish", "evict", "plan_decode"])
+def test_entries_refuse_rows_that_are_gone(entry: str) -> None:
+    ledger = sliding()
+    got = prefill(ledger, tokens(9))
+    op = ledger.begin_op([got.row])
+    for state, law in (("draining", 14), ("free", 0)):
+        if law:
+            ledger.release(got.row)
+        else:
+            ledger.end_op(op)
+        calls = {
+            "release": lambda: ledger.release(got.row), "extend": lambda: ledger.extend(got.row, 12),
+            "publish": lambda: ledger.publish(got.row, tokens(9)), "evict": lambda: ledger.evict([got.row]),
+            "plan_decode": lambda: ledger.plan_decode([got.row], 1),
+        }  # fmt: skip
+        with pytest.raises(LawViolation, match=state):
+            calls[entry]()
+        ok(ledger)
+
+
+def test_eviction_frees_own_pages_and_says_none_below() -> None:
+    ledger = sliding(window_tokens=8)
+    got = prefill(ledger, tokens(27))
+    own = pages(ledger, got.row, "swa")
+    assert ledger.evict([got.row]) == 4  # floor_p(24 − 8) = 16
+    assert ledger.evicted[got.row] == 16
+    assert ledger.swa_table[got.row, :4].tolist() == [-1] * 4
+    assert pages(ledger, got.row, "swa") == own[4:]
+    assert ledger.swa_pool.by_name()["held"] == 3 and ledger.full_pool.by_name()["held"] == 7
+    assert ledger.evict(np.array([got.row])) == 0
+    ok(ledger)
+
+
+def test_eviction_of_several_rows_at_once() -> None:
+    ledger = sliding(window_tokens=8, full_pages=60, swa_pages=30)
+    rows = [prefill(ledger, tokens(n, 100 * n)).row for n in (8, 20, 25)]
+    assert ledger.evict(rows) == 0 + 3 + 4
+    assert ledger.evicted[rows].tolist() == [0, 12, 16]
+    ok(ledger)
+
+
+def test_eviction_goes_across_the_shared_prefix() -> None:
+    ledger = sliding(window_tokens=8, full_pages=40)
+    ledger.release(prefill(ledger, tokens(9), publish=True).row)
+    got = ledger.admit(tokens(24))
+    assert got.cached_tokens == 8 and ledger.evicted[got.row] == 0
+    ledger.extend(got.row, 24)
+    commit(ledger, got, 24)
+    free, loose = ledger.swa_pool.free, ledger.tree.evictable_swa
+    assert ledger.evict([got.row]) == 4  # [0, 8) is the tree's, [8, 16) the row's
+    assert (ledger.swa_pool.free, ledger.tree.evictable_swa) == (free + 2, loose + 2)
+    ok(ledger)
+
+
+def test_without_sliding_layers_there_is_nothing_to_evict() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(30))
+    assert ledger.evict([got.row]) == 0 and ledger.swa_table is None and ledger.evicted[got.row] == 0
+    assert [len(part) for part in ledger.take_table_updates("swa")] == [0, 0, 0]
+
+
+def test_an_admitted_row_starts_with_its_window() -> None:
+    ledger = sliding(window_tokens=8, full_pages=40)
+    ledger.release(prefill(ledger, tokens(21), publish=True).row)
+    got = ledger.admit(tokens(21))
+    assert (got.cached_tokens, int(ledger.evicted[got.row])) == (20, 12)
+    assert ledger.tree.evictable_swa == 3 and len(pages(ledger, got.row, "swa")) == 2
+    ok(ledger)
+
+
+# --- operations in flight --------------------------------------------------------------------------------------
+
+
+def test_a_row_in_flight_is_kept_until_the_step_drains() -> None:
+    ledger = make(max_rows=2)
+    got = prefill(ledger, tokens(9))
+    first, second = ledger.begin_op([got.row]), ledger.begin_op([got.row])
+    held = pages(ledger, got.row)
+    ledger.release(got.row, tokens(9))
+    assert pages(ledger, got.row) == held
+    assert ledger.full_pool.by_name()["held"] == 1 and ledger.full_pool.by_name()["cached"] == 2
+    assert ledger.admit([5]).row != got.row
+    with pytest.raises(OutOfRows):
+        ledger.admit([6])
+    assert not commit(ledger, got, 10), "stale"
+    ledger.end_op(second)
+    assert ledger.full_pool.by_name()["held"] == 1
+    ok(ledger)
+    ledger.end_op(first)
+    assert ledger.full_pool.by_name()["held"] == 0 and ledger.tree.evictable_full == 2
+    assert ledger.admit([6]).row == got.row
+    ok(ledger)
+
+
+def test_an_operation_of_several_rows() -> None:
+    ledger = make()
+    a, b = prefill(ledger, tokens(4)), prefill(ledger, tokens(4, 20))
+    op = ledger.begin_op(np.array([a.row, b.row]), "step")
+    ledger.release(a.row)
+    ledger.end_op(op)
+    assert ledger.row_state[[a.row, b.row]].tolist() == [0, 1]
+    ok(ledger)
+
+
+def test_operations_are_ended_once_and_name_live_rows_once() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(4))
+    op = ledger.begin_op([got.row])
+    ledger.end_op(op)
+    with pytest.raises(LawViolation, match=f"law 14.*operation={op}"):
+        ledger.end_op(op)
+    with pytest.raises(LawViolation, match="law 14.*twice"):
+        ledger.begin_op([got.row, got.row])
+    with pytest.raises(LawViolation, match="law 14 row 2: an operation names a free row"):
+        ledger.begin_op([got.row, 2])
+    with pytest.raises(ValueError, match="'stop'.*step"):
+        ledger.begin_op([got.row], "stop")
+    ok(ledger)
+
+
+def test_the_caller_may_reuse_its_array_of_rows() -> None:
+    ledger = make()
+    prefill(ledger, tokens(4))
+    prefill(ledger, tokens(4, 9))
+    rows = np.array([0])
+    op = ledger.begin_op(rows)
+    rows[0] = 1
+    ledger.end_op(op)
+    ok(ledger)
+
+
+def test_a_step_lets_evicted_pages_go_at_once() -> None:
+    """Its queries are behind the host's committed: it never named what lies below the floor."""
+    ledger = sliding(window_tokens=8)
+    got = prefill(ledger, tokens(20))
+    op = ledger.begin_op([got.row], "step")
+    free = ledger.swa_pool.free
+    ledger.evict([got.row])
+    assert ledger.swa_pool.free == free + 3
+    ledger.end_op(op)
+    ok(ledger)
+
+
+@pytest.mark.parametrize("kind", ["transfer", "backup", "load"])
+def test_a_reader_keeps_evicted_pages(kind: str) -> None:
+    ledger = sliding(window_tokens=8, full_pages=40)
+    got = prefill(ledger, tokens(9), publish=True)  # two shared pages
+    ledger.extend(got.row, 20)
+    commit(ledger, got, 20)
+    op, step = ledger.begin_op([got.row], kind), ledger.begin_op([got.row], "step")
+    free = ledger.swa_pool.free
+    assert ledger.evict([got.row]) == 3
+    assert ledger.swa_pool.free == free and ledger.tree.evictable_swa == 0
+    later = ledger.begin_op([got.row], kind)  # does not name what had left before it began
+    ok(ledger)
+    ledger.end_op(step)
+    assert ledger.swa_pool.free == free
+    ledger.end_op(op)
+    assert ledger.swa_pool.free == free + 1 and ledger.tree.evictable_swa == 2
+    ok(ledger)
+    ledger.end_op(later)
+    ledger.release(got.row)
+    ok(ledger, at_rest=True)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------
+
+
+def apply(ledger: Ledger, copies: dict[str, np.ndarray]) -> None:
+    for pool, copy in copies.items():
+        rows, columns, values = ledger.take_table_updates(pool)
+        assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == len(rows), "a cell is sent once"
+        copy[rows, columns] = values
+
+
+def test_updates_keep_a_copy_of_the_tables_current() -> None:
+    ledger = sliding(window_tokens=8, full_pages=60, swa_pages=40)
+    copies = {"full": np.full_like(ledger.full_table, -1), "swa": np.full_like(ledger.swa_table, -1)}
+
+    def check() -> None:
+        apply(ledger, copies)
+        assert (copies["full"] == ledger.full_table).all() and (copies["swa"] == ledger.swa_table).all()
+
+    rows = [prefill(ledger, tokens(n, 50 * n)).row for n in (7, 11)]
+    check()
+    got = prefill(ledger, tokens(7, 350), publish=True)
+    ledger.publish(rows[0], tokens(7, 350))  # a remap
+    ledger.plan_decode([*rows, got.row], 8)
+    check()
+    assert [len(x) for x in ledger.take_table_updates("full")] == [0, 0, 0]
+    ledger.commit(rows, [1, 1], [14, 18])
+    ledger.evict(rows)
+    check()
+    for row in (*rows, got.row):
+        ledger.release(row)
+    check()
+    assert (copies["full"] == -1).all() and (copies["swa"] == -1).all()
+
+
+def test_a_remap_is_sent() -> None:
+    ledger = make()
+    a, b = prefill(ledger, tokens(10)), prefill(ledger, tokens(10))
+    ledger.publish(a.row, tokens(10))
+    ledger.take_table_updates("full")
+    ledger.publish(b.row, tokens(10))
+    rows, columns, values = ledger.take_table_updates("full")
+    assert (rows.tolist(), columns.tolist(), values.tolist()) == ([b.row] * 2, [0, 1], pages(ledger, a.row)[:2])
+
+
+def test_the_log_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.kv.books.LOG_LIMIT", 50)
+    ledger = make()
+    for _ in range(200):
+        ledger.release(prefill(ledger, tokens(20)).row)
+    got = prefill(ledger, tokens(20))
+    table = ledger._full
+    assert table._logged == sum(len(part) for part in table._log) <= 50 + 2 * ledger.full_table.size
+    copy = np.full_like(ledger.full_table, -1)
+    rows, columns, values = ledger.take_table_updates("full")
+    copy[rows, columns] = values
+    assert (copy == ledger.full_table).all() and got.row == 0
+
+
+def test_views_cannot_be_written() -> None:
+    ledger = sliding()
+    for name in ("committed", "known", "allocated", "protected", "evicted", "fill", "generation", "row_state",
+                 "full_table", "swa_table"):  # fmt: skip
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(ledger, name)[0] = 1
+
+
+# --- budgets, report -------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_names_pool_and_pages() -> None:
+    ledger = make(full_pages=10, context_tokens=200)
+    ledger.can_ever_fit(20, 13, 8)  # 40 tokens
+    with pytest.raises(NeverFits, match="needs 11 pages of 4 tokens in the full pool, which has 10"):
+        ledger.can_ever_fit(20, 14, 8)
+    with pytest.raises(NeverFits):
+        ledger.can_ever_fit(20, 13, DecodeReserve(9, 0))
+
+
+def test_what_can_never_fit_the_sliding_pool() -> None:
+    ledger = sliding(window_tokens=8, swa_pages=6, full_pages=100, context_tokens=200, chunk_tokens=8)
+    ledger.can_ever_fit(100, 50, 8)  # bounded by the window: 6 pages
+    with pytest.raises(NeverFits, match="needs 7 pages of 4 tokens in the swa pool, which has 6"):
+        ledger.can_ever_fit(100, 50, 9)
+    ledger.can_ever_fit(10, 5, 9)  # short: 6 pages do
+
+
+def test_quarantined_pages_do_not_count_as_room() -> None:
+    ledger = make(full_pages=10, context_tokens=200)
+    got = ledger.preallocate(tokens(4), 4)
+    ledger.quarantine(got.row, got.generation)
+    with pytest.raises(NeverFits, match="which has 9"):
+        ledger.can_ever_fit(20, 13, 8)
+    ledger.can_ever_fit(20, 9, 8)
+
+
+def test_pages_to_admit() -> None:
+    assert make().pages_to_admit(9, 2) == {"full": 3}
+    assert make().pages_to_admit(9, DecodeReserve(2, 2), cached_tokens=8) == {"full": 2}
+    ledger = sliding(window_tokens=8, swa_pages=12, full_pages=100, chunk_tokens=16)
+    assert ledger.pages_to_admit(9, 2) == {"full": 3, "swa": 3}
+    assert ledger.pages_to_admit(60, 2) == {"full": 16, "swa": 8}
+    assert ledger.pages_to_admit(60, 2, cached_tokens=48) == {"full": 4, "swa": 4}
+    ledger.check_room({"full": 100, "swa": 12})
+    with pytest.raises(OutOfPages, match="swa pool: 13 pages needed, 12 available"):
+        ledger.check_room({"full": 1, "swa": 13})
+
+
+def test_available_counts_each_pool_by_itself() -> None:
+    ledger = sliding(window_tokens=8, full_pages=40, swa_pages=16)
+    ledger.release(prefill(ledger, tokens(24), publish=True).row)
+    ledger.tree.evict_swa(4)
+    assert (ledger.available("full"), ledger.free_pages("full")) == (40, 34)
+    assert (ledger.available("swa"), ledger.free_pages("swa")) == (16, 14)
+    with pytest.raises(ValueError, match="no pool 'host'"):
+        ledger.available("host")
+    with pytest.raises(ValueError, match="no pool 'swa'"):
+        make().free_pages("swa")
+
+
+def test_reset_cache() -> None:
+    ledger = make()
+    ledger.release(prefill(ledger, tokens(9), publish=True).row)
+    keep = prefill(ledger, tokens(9, 50), publish=True)
+    assert ledger.reset_cache() == 2 and ledger.full_pool.by_name()["cached"] == 2
+    assert ledger.protected[keep.row] == 8
+    ok(ledger)
+
+
+def test_report() -> None:
+    ledger = sliding(window_tokens=8, full_pages=20, swa_pages=16)
+    got = prefill(ledger, tokens(17), publish=True)
+    ledger.evict([got.row])
+    ledger.begin_op([got.row])
+    report = ledger.report()
+    assert report["page_size"] == 4 and report["window_tokens"] == 8 and report["operations_in_flight"] == 1
+    full, swa = report["pools"]["full"], report["pools"]["swa"]
+    assert (full["total"], full["free"], full["cached"], full["held"], full["evictable"]) == (20, 15, 4, 1, 0)
+    assert (swa["total"], swa["cached"], swa["held"], swa["evictable"], swa["peak_used"]) == (16, 4, 1, 2, 5)
+    assert full["map"].count("c") == 4 and full["map"].count("f") == 15 and len(full["map"]) == 20
+    (row,) = report["rows"]
+    assert row | {"full_pages": 0, "swa_pages": 0} == {
+        "row": 0, "generation": 1, "state": "active", "committed": 17, "known": 17, "allocated": 20, "protected": 16,
+        "evicted": 8, "fill": 0, "full_pages": 0, "swa_pages": 0,
+    }  # fmt: skip
+    assert row["full_pages"] == [pages(ledger, 0)[-1]] and row["swa_pages"] == [pages(ledger, 0, "swa")[-1]]
+    assert report["cache"] == {"nodes": 1, "namespaces": 1} and report["stats"]["queried_tokens"] == 17
+    bare = ledger.report(page_map=False)
+    assert "map" not in bare["pools"]["full"] and "full_pages" not in bare["rows"][0]
+
+
+def test_report_of_large_pools_has_no_map_unless_asked() -> None:
+    ledger = make(full_pages=70_000)
+    assert "map" not in ledger.report()["pools"]["full"]
+    assert len(ledger.report(page_map=True)["pools"]["full"]["map"]) == 70_000

@@ -1,0 +1,72 @@
+"""Pictures of the books: well formed, every page and request in them, large pools folded."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from octavo.kv import picture
+from tests.laws.helpers import make, prefill, sliding, tokens
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def busy():
+    ledger = sliding(full_pages=20, swa_pages=18, window_tokens=8)
+    first = prefill(ledger, tokens(18), publish=True)
+    ledger.evict([first.row])
+    ledger.plan_decode([first.row], 8)
+    ledger.preallocate(tokens(6, 50), 6)
+    lost = ledger.preallocate(tokens(3, 70), 3)
+    ledger.quarantine(lost.row, lost.generation)
+    return ledger
+
+
+def titles(root: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in root.iter(f"{SVG}title")]
+
+
+def test_svg_shows_every_page_with_state_and_owner() -> None:
+    root = ElementTree.fromstring(picture.svg(busy().report()))
+    cells = [title for title in titles(root) if title.startswith("page ")]
+    assert len(cells) == 20 + 18
+    assert cells.count("page 0: cached") == 2
+    assert sum("held, row 0" in title for title in cells) == 6
+    assert sum("leased, row 1" in title for title in cells) == 4
+    assert sum("quarantined" in title for title in cells) == 2
+    words = " ".join(element.text or "" for element in root.iter(f"{SVG}text"))
+    assert "full pool: 20 pages" in words and "swa pool: 18 pages" in words and "row 0 18/28" in words
+
+
+def test_rows_have_their_own_colours() -> None:
+    assert len({picture.row_colour(row) for row in range(40)}) == 40
+    held = re.findall(r'fill="(hsl[^"]*)"', picture.svg(busy().report()))
+    assert {picture.row_colour(0), picture.row_colour(1)} <= set(held)
+
+
+def test_text_shows_pages_and_requests() -> None:
+    shown = picture.text(busy().report())
+    lines = shown.splitlines()
+    assert lines[0] == "full pool, 20 pages of 4 tokens"
+    assert lines[1].strip() == "▒▒▒▒███◇◇✖··········"
+    assert "free 10" in lines[2] and "held 3" in lines[2] and "quarantined 1" in lines[2]
+    assert "committed 18 of 28, active, 8 slid out" in shown and "in transfer" in shown
+    bar = next(line for line in lines if line.startswith("  row 0"))
+    assert (bar.count("▒"), bar.count("█"), bar.count("░")) == (37, 4, 23)
+
+
+def test_nobody_there() -> None:
+    report = make().report()
+    assert "no requests" in picture.text(report)
+    assert "requests" not in picture.svg(report)
+
+
+def test_large_pools_are_folded() -> None:
+    ledger = make(full_pages=5000, context_tokens=20_000)
+    prefill(ledger, tokens(9_000))
+    report = ledger.report()
+    cells = [t for t in titles(ElementTree.fromstring(picture.svg(report))) if t.startswith("page ")]
+    assert len(cells) == 1667 and sum("held, row 0" in t for t in cells) == 750
+    assert "(3 pages per sign)" in picture.text(report)
+    bare = ledger.report(page_map=False)
+    assert picture.text(bare).count("█") >= 700 and "<rect" in picture.svg(bare)

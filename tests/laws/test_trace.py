@@ -1,0 +1,145 @@
+"""Traces: recorded calls replay to the same books, on other books without a broken law, and bad files are named."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.kv.ledger import Ledger
+from octavo.kv.trace import TraceError, TraceWriter, read_trace, replay
+from tests.laws.helpers import commit, prefill, sliding, tokens
+from tests.laws.law_setups import Setup
+from tests.laws.simulation import Simulation
+
+SETUPS = [Setup(16, 0, True), Setup(16, 40, False, pair_keys=True), Setup(4, 9, True), Setup(64, 50, True)]
+
+
+def record(path: Path, setup: Setup, moves: int = 250) -> Ledger:
+    simulation = Simulation(setup)
+    with TraceWriter(path) as writer:
+        simulation.ledger = Ledger(simulation.config, trace=writer)
+        simulation.run(moves, random.Random(setup.page_size))
+    return simulation.ledger
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"p{s.page_size}w{s.window_tokens}")
+def test_replay_on_the_same_books_gives_the_same_figures(tmp_path: Path, setup: Setup) -> None:
+    ledger = record(tmp_path / "trace", setup)
+    got = replay(tmp_path / "trace")
+    assert got["violations"] == 0 and got["preemptions"] == 0 and got["waiting_at_end"] == 0
+    assert got["queried_tokens"] == ledger.stats["queried_tokens"] and got["hits"] == ledger.stats["hit_tokens"]
+    assert got["peak_pages"]["full"] == ledger.full_pool.total - ledger.full_pool.min_free
+    assert got["evicted_pages"] == ledger.tree.evicted_full
+    assert (got["page_size"], got["num_pages"]) == (setup.page_size, ledger.full_pool.total)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 32])
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"p{s.page_size}w{s.window_tokens}")
+def test_replay_with_another_page_size(tmp_path: Path, setup: Setup, page_size: int) -> None:
+    record(tmp_path / "trace", setup)
+    got = replay(tmp_path / "trace", page_size=page_size)
+    assert got["violations"] == 0 and got["page_size"] == page_size
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"p{s.page_size}w{s.window_tokens}")
+def test_replay_under_pressure_preempts_and_everybody_finishes(tmp_path: Path, setup: Setup) -> None:
+    ledger = record(tmp_path / "trace", setup)
+    got = replay(tmp_path / "trace", num_pages=ledger.width_pages)
+    assert got["violations"] == 0 and got["preemptions"] > 0 and got["resumed"] > 0 and got["waiting_at_end"] == 0
+    assert got["peak_pages"]["full"] <= ledger.width_pages
+
+
+def test_replay_with_another_policy(tmp_path: Path) -> None:
+    record(tmp_path / "trace", Setup(16, 40, True))
+    got = replay(tmp_path / "trace", num_pages=12, evict_policy="examples.evict_policy:Popular")
+    assert got["violations"] == 0
+
+
+def test_every_entry_is_recorded_once(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace") as writer:
+        ledger = sliding(trace=writer)
+        got = prefill(ledger, tokens(20), publish=True)
+        ledger.plan_decode([got.row], 2)
+        op = ledger.begin_op([got.row])
+        ledger.evict([got.row])
+        ledger.end_op(op)
+        ledger.release(got.row, tokens(21))
+        a = ledger.preallocate(tokens(9, 50), 9)
+        ledger.land(a.row, a.generation)
+        b, c = ledger.preallocate(tokens(5, 50), 5), ledger.preallocate(tokens(5, 70), 5)
+        ledger.fail_transfer(b.row, b.generation)
+        ledger.quarantine(c.row, c.generation)
+        ledger.end_quarantine()
+        ledger.reset_cache()
+    config, calls = read_trace(tmp_path / "trace")
+    lines = list(calls)
+    assert config == ledger.config
+    assert [line["call"] for line in lines] == [
+        "admit", "extend", "commit", "publish", "plan", "begin_op", "evict", "end_op", "release", "preallocate", "land",
+        "preallocate", "preallocate", "fail_transfer", "quarantine", "end_quarantine", "reset_cache",
+    ]  # fmt: skip
+    assert lines[0] == {"call": "admit", "tokens": tokens(20), "namespace": None, "row": 0, "cached": 0}
+    assert lines[1] == {"call": "extend", "row": 0, "upto": 20}
+    assert lines[2] == {"call": "commit", "rows": [0], "committed": [20]}
+    assert lines[4] == {"call": "plan", "rows": [0], "reserve": 2}
+    assert replay(tmp_path / "trace")["requests"] == 4
+
+
+def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace") as writer:
+        ledger = sliding(trace=writer, full_pages=4)
+        got = ledger.admit(tokens(40))
+        with pytest.raises(Exception, match="pages needed"):
+            ledger.extend(got.row, 40)
+        ledger.extend(got.row, 4)
+        ledger.release(got.row)
+        assert not commit(ledger, got, 4)
+    assert [line["call"] for line in read_trace(tmp_path / "trace")[1]] == ["admit", "extend", "release", "commit"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "not an Octavo KV trace"),
+        ('{"octavo_trace": 99}\n', "not an Octavo KV trace of format 1"),
+        ('{"call": "admit"}\n', "not an Octavo KV trace"),
+        ('{"octavo_trace": 1}\n', "no configuration"),
+        ('{"octavo_trace": 1, "config": {"colour": 3}}\n', "no configuration"),
+        ('{"octavo_trace": 1\n', "line 1: not JSON"),
+        ("[1]\n", "line 1: not an object"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "bad"
+    path.write_text(content)
+    with pytest.raises(TraceError, match=f"bad.*{message}"):
+        replay(path)
+
+
+@pytest.mark.parametrize(
+    "policy", ["nonsense", ":X", "m:", "no.such.module:X", "octavo.kv.pages:Nothing", "octavo.kv.books:RowState"]
+)
+def test_a_bad_policy_is_named(tmp_path: Path, policy: str) -> None:
+    record(tmp_path / "trace", SETUPS[0], moves=5)
+    with pytest.raises(ConfigError, match="evict_policy"):
+        replay(tmp_path / "trace", evict_policy=policy)
+
+
+def test_sizes_that_cannot_be_are_named(tmp_path: Path) -> None:
+    record(tmp_path / "trace", SETUPS[2], moves=5)
+    with pytest.raises(ConfigError, match="page_size"):
+        replay(tmp_path / "trace", page_size=3)
+    with pytest.raises(ConfigError, match="num_pages"):
+        replay(tmp_path / "trace", num_pages=1)
+    with pytest.raises(ConfigError, match="swa_pages"):
+        replay(tmp_path / "trace", swa_pages=1)
+
+
+def test_a_trace_is_lines_of_json(tmp_path: Path) -> None:
+    record(tmp_path / "trace", SETUPS[1], moves=40)
+    lines = (tmp_path / "trace").read_text().splitlines()
+    assert len(lines) > 20 and all(isinstance(json.loads(line), dict) for line in lines)
