@@ -65,6 +65,13 @@ class StepHandle:
             self._copies["nodes"] = nodes
             self._keep_logprobs("decode", logprobs)
 
+    def keep_plain(self, tokens: torch.Tensor, logprobs: Any) -> None:
+        """One token a row, nothing drafted."""
+        self._copies["plain"] = tokens
+        self._lengths = (0,) * len(self.plan.decodes)
+        if logprobs is not None:
+            self._keep_logprobs("decode", logprobs)
+
     def keep_prefills(self, final: list[int], sampled: torch.Tensor, logprobs: Any) -> None:
         self._final = final
         self._copies["first"] = sampled
@@ -95,6 +102,10 @@ class StepHandle:
                 accepted.append(line[0])
                 tokens.append(line[1 : 2 + line[0]])
         nodes = self._flat_nodes(host["nodes"], accepted) if "nodes" in host else None
+        if "plain" in host:
+            tokens = [[token] for token in host["plain"].tolist()]
+            accepted = [0] * len(tokens)
+            nodes = [[i] for i in range(len(tokens))] if "decode.chosen" in host else None
         first = dict(zip(self._final, host["first"].tolist(), strict=True)) if "first" in host else {}
         return StepResult(
             tokens, accepted, self._lengths, nodes, _logprobs(host, "decode"), first, _logprobs(host, "prefill")

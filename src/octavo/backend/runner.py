@@ -76,6 +76,7 @@ class Runner:
         if kv.swa_table is not None:
             tables["swa"] = kv.swa_table
         self._projection = TableProjection(tables)
+        self._last_batch: tuple[tuple[int, ...], torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None
         self._taps = drafter.taps if drafter is not None else ()
         self._pools = tuple(name for name in ("full", "swa") if getattr(kv, name) is not None)
 
@@ -102,6 +103,10 @@ class Runner:
             self._projection.apply(pool, *self._ledger.take_table_updates(pool))
         handle = StepHandle(plan)
         draft = self._propose(plan)
+        if draft is None and not plan.prefills:
+            self._plain(handle, plan)
+            handle.send(self.device)
+            return handle
         if draft is not None and draft.parents is not None and plan.prefills:
             # a tree's ancestor masks speak about 64 slots; a prompt chunk may be longer, so it runs on its own
             self._forward(handle, plan.decodes, (), draft, plan.max_kv_tokens)
@@ -154,6 +159,45 @@ class Runner:
         if prefills:
             self._prefill(handle, prefills, rows[len(decodes) :], hidden[count:],
                           taps[count:] if taps is not None else None, max_kv_tokens)
+
+    def _plain(self, handle: StepHandle, plan: StepPlan) -> None:
+        """One token for every row, nothing drafted: the same as `_forward`, with as few operations as it takes."""
+        host_rows = tuple(d.row for d in plan.decodes)
+        rows, q_seq, q_indptr = self._batch_of(host_rows)
+        start = self.relay.seq_lens.index_select(0, rows)
+        meta = StepMeta(
+            token_ids=self.relay.last_tokens.index_select(0, rows),
+            positions=start,
+            write_slots=start,
+            q_seq=q_seq,
+            rows=rows,
+            kv_start=start,
+            mask=None,
+            q_indptr=q_indptr,
+            max_kv_tokens=plan.max_kv_tokens,
+        )
+        hidden, taps = self.network.forward(meta, self.kv, self._taps)
+        flat = Flat(1, (0,) * len(host_rows), None)
+        masks = to_device(draft_masks(plan.decodes, flat.lengths, None, self.network.config.vocab_size), self.device)
+        at = start + 1
+        sampled, logprobs = self.sampler.sample(
+            hidden, rows, at, host_rows, max_tokens=plan.max_kv_tokens + 1, bitmask=masks
+        )
+        self.relay.store(rows, at.clamp(max=self.context_tokens), sampled)
+        if self.sampler.remembers:
+            self.sampler.remember(rows, at, sampled[:, None])
+        handle.keep_plain(sampled, logprobs)
+        if self.drafter is not None:
+            nodes = torch.zeros_like(sampled)[:, None]
+            self._observe_run(host_rows, rows, start, flat, nodes, nodes[:, 0], sampled[:, None], taps)
+
+    def _batch_of(self, host_rows: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """(rows, sequence index of each token, indptr) of a plain step; the same rows mostly come again."""
+        if self._last_batch is None or self._last_batch[0] != host_rows:
+            b = len(host_rows)
+            rows, seq = upload(list(host_rows), self.device), torch.arange(b, device=self.device)
+            self._last_batch = (host_rows, rows, seq, tuple(range(b + 1)))
+        return self._last_batch[1:]
 
     def _flat(self, decode_rows: int, draft: Draft | None) -> Flat:
         if draft is None:
@@ -257,7 +301,8 @@ class Runner:
             compact_kv(self.kv, rows, start, nodes, self._pools)
         lengths = torch.minimum(start + counts + 1, torch.full_like(start, self.context_tokens))
         self.relay.store(rows, lengths, bonus)
-        self.sampler.remember(rows, start + 1, tokens)
+        if self.sampler.remembers:
+            self.sampler.remember(rows, start + 1, tokens)
         handle.keep_decodes(tokens, counts, nodes, flat, logprobs)
         if self.drafter is not None:
             self._observe_run(host_rows, rows, start, flat, nodes, counts, tokens, taps)
@@ -338,7 +383,8 @@ class Runner:
                 last, final_rows, at, host_rows, max_tokens=max_kv_tokens + 1, bitmask=masks
             )
             self.relay.store(final_rows, at, sampled)
-            self.sampler.remember(final_rows, at, sampled[:, None])
+            if self.sampler.remembers:
+                self.sampler.remember(final_rows, at, sampled[:, None])
             handle.keep_prefills(final, sampled, logprobs)
         if self.drafter is not None:
             known = [c.request.tokens[c.start + 1 : c.end] + ([0] if c.final else [c.request.tokens[c.end]])

@@ -37,6 +37,11 @@ class Sampler:
     def end(self, row: int) -> None:
         self.state.clear_row(row)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether any request so far needed its token history."""
+        return self.state.has_history
+
     def needs_path(self, host_rows: Sequence[int]) -> bool:
         """Whether a verify of these rows must know the drafted tokens on the way to each node."""
         flags = self.state.flags(host_rows)

@@ -215,6 +215,10 @@ class SamplingState:
         distinct = {id(own): own for own in (self._host_flags[row] for row in host_rows)}
         return functools.reduce(operator.or_, distinct.values()) if distinct else _NEUTRAL
 
+    @property
+    def has_history(self) -> bool:
+        return self._history is not None
+
     def row_flags(self, row: int) -> SamplingFlags:
         return self._host_flags[row]
 
