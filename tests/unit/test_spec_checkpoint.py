@@ -1,0 +1,279 @@
+"""Draft checkpoints: both layouts load, what does not fit the target is refused by name, files survive the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError, ModelError, ModelNotFound
+from octavo.spec.checkpoint import load_draft, random_draft, save_draft
+from octavo.spec.choose import plan_draft
+from octavo.spec.draft_config import default_dflash_layers, default_eagle_taps, parse_draft_config
+from octavo.spec.learned import algorithm_of, shipped_draft
+from octavo.spec.tensor_file import read_tensors, write_tensors
+from tests.tiny import config_of, loaded_model
+from tests.unit import spec_reference as ref
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """Change keys of a saved draft's config (None removes one)."""
+    file = folder / "config.json"
+    data = json.loads(file.read_text())
+    for key, value in changes.items():
+        data.pop(key, None) if value is None else data.update({key: value})
+    file.write_text(json.dumps(data))
+    return folder
+
+
+def retensored(folder: Path, change: Any) -> Path:
+    tensors, metadata, file = read_tensors(folder)
+    tensors = {n: t.clone() for n, t in tensors.items()}
+    change(tensors)
+    write_tensors(file, tensors, metadata)
+    return folder
+
+
+@pytest.fixture
+def eagle(tmp_path: Path) -> Path:
+    save_draft(tmp_path / "eagle", random_draft(ref.eagle_config(draft_vocab_size=40), seed=1), dtype=torch.float32)
+    return tmp_path / "eagle"
+
+
+@pytest.fixture
+def dflash(tmp_path: Path) -> Path:
+    save_draft(tmp_path / "dflash", random_draft(ref.dflash_config(), seed=1), dtype=torch.float32)
+    return tmp_path / "dflash"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ref.eagle_config(), ref.eagle_config(draft_vocab_size=40, fc_norm=True), ref.eagle_config(norm_before_fc=True),
+        ref.eagle_config(norm_before_residual=True, norm_logits=False),
+        ref.eagle_config(target_head=True, draft_vocab_size=50, target_sha256="ab", context_tokens=99),
+        ref.dflash_config(), ref.dflash_config(windows=(None, 9), causal=(False, False), draft_vocab_size=60),
+        ref.dflash_config(windows=(None, 9), causal=(False, True), embed_scale=0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_survives_the_disk(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = random_draft(config, seed=5)
+    save_draft(tmp_path, weights, dtype=dtype, card={"seed": 5})
+    loaded = load_draft(tmp_path, ref.TARGET, config.target_sha256)
+    assert loaded.config == config
+    assert set(loaded.tensors) == set(weights.tensors)
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(loaded.tensors[name], tensor.to(dtype).float())
+    if weights.token_ids is None:
+        assert loaded.token_ids is None
+    else:
+        assert loaded.token_ids is not None and torch.equal(loaded.token_ids, weights.token_ids)
+    assert algorithm_of(tmp_path) == config.algorithm
+
+
+def test_pickled_and_sharded_checkpoints_load(eagle: Path) -> None:
+    tensors, _, file = read_tensors(eagle)
+    expected = load_draft(eagle, ref.TARGET)
+    file.unlink()
+    torch.save({n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}, eagle / "pytorch_model.bin")
+    pickled = load_draft(eagle, ref.TARGET)
+    (eagle / "pytorch_model.bin").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
+    for part, held in parts.items():
+        write_tensors(eagle / part, {n: tensors[n] for n in held}, {})
+    index = {"weight_map": {n: part for part, held in parts.items() for n in held}}
+    (eagle / "model.safetensors.index.json").write_text(json.dumps(index))
+    sharded = load_draft(eagle, ref.TARGET)
+    for other in (pickled, sharded):
+        assert all(torch.equal(other.tensors[n], t) for n, t in expected.tensors.items())
+
+
+CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": 64}, "hidden size is 64, the target's 32.*another target"),
+    ({"vocab_size": 500}, "vocabulary has 500 tokens, the target's 96.*another target"),
+    ({"num_key_value_heads": 4}, "4 KV heads of 16"),
+    ({"num_hidden_layers": 2}, "2 decoder layers"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 7]}}, "the target has 0 … 6"),
+    ({"octavo_format": 99}, "format 99"),
+    ({"hidden_act": "relu"}, "relu"),
+    ({"intermediate_size": None}, "KeyError: 'intermediate_size'"),
+    ({"draft_vocab_size": 97}, "draft_vocab_size 97"),
+    ({"architectures": ["MedusaModel"], "eagle_config": None, "draft_vocab_size": None}, "neither an EAGLE-3 nor"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIG_FAULTS, ids=lambda v: str(v)[:40])
+def test_a_configuration_that_does_not_fit_is_refused(eagle: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load_draft(edited(eagle, **changes), ref.TARGET)
+    assert caught.value.file is not None or "eagle" in str(caught.value)
+
+
+def test_a_draft_for_another_file_of_the_same_shape_is_refused(eagle: Path) -> None:
+    edited(eagle, target_sha256="aa" * 32)
+    load_draft(eagle, ref.TARGET, "aa" * 32)
+    with pytest.raises(ModelError, match="SHA-256 aaaaaaaaaaaaaaaa…, this one is bbbb"):
+        load_draft(eagle, ref.TARGET, "bb" * 32)
+
+
+def _drop(name: str) -> Any:
+    return lambda tensors: tensors.pop(name)
+
+
+def _put(name: str, value: torch.Tensor) -> Any:
+    return lambda tensors: tensors.update({name: value})
+
+
+TENSOR_FAULTS: list[tuple[Any, str]] = [
+    (_drop("fc.weight"), "'fc.weight'.*missing"),
+    (_drop("lm_head.weight"), "'lm_head.weight'.*missing"),
+    (_drop("d2t"), "'d2t'.*40 needs its map"),
+    (_drop("layers.0.hidden_norm.weight"), "'layers.0.hidden_norm.weight'.*missing"),
+    (_put("fc.weight", torch.zeros(32, 32)), r"'fc.weight'.*\(32, 32\), expected \(32, 96\)"),
+    (_put("lm_head.weight", torch.zeros(41, 32)), r"'lm_head.weight'.*\(41, 32\)"),
+    (_put("d2t", torch.zeros(39, dtype=torch.int64)), r"'d2t'.*\(39,\)"),
+    (_put("d2t", torch.full((40,), 60)), "'d2t'.*different target ids"),
+    (_put("d2t", torch.arange(40).flip(0) - torch.arange(40) - 1), "'d2t'.*different target ids"),
+    (_put("t2d", torch.zeros(96, dtype=torch.bool)), "'t2d'.*other tokens"),
+    (_put("norm.weight", torch.full((32,), float("nan"))), "'norm.weight'.*not finite"),
+    (_put("norm.weight", torch.zeros(32, dtype=torch.int32)), "'norm.weight'.*floating point"),
+    (_put("layers.1.mlp.up_proj.weight", torch.zeros(2, 2)), "'layers.1.mlp.up_proj.weight'.*unexpected"),
+    (_put("fc_norm.0.weight", torch.ones(32)), "'fc_norm.0.weight'.*unexpected"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TENSOR_FAULTS, ids=[m for _, m in TENSOR_FAULTS])
+def test_tensors_that_do_not_fit_are_refused_by_name(eagle: Path, change: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load_draft(retensored(eagle, change), ref.TARGET)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_dflash_faults(dflash: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"block_size": 0}, "block_size 0"),
+        ({"dflash_config": {"target_layer_ids": [1, 3]}}, "mask_token_id is not set"),
+        ({"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 96}}, "mask_token_id 96"),
+        ({"dflash_config": {"target_layer_ids": [1, 6], "mask_token_id": 5}}, "hidden states"),
+        ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "sliding_window"),
+    ]
+    original = (dflash / "config.json").read_text()
+    for changes, message in cases:
+        (dflash / "config.json").write_text(original)
+        with pytest.raises(ModelError, match=message):
+            load_draft(edited(dflash, **changes), ref.TARGET)
+
+
+def test_corrupt_files_are_refused(eagle: Path) -> None:
+    file = eagle / "model.safetensors"
+    whole = file.read_bytes()
+    broken = {
+        "empty": b"",
+        "short": whole[: len(whole) // 2],
+        "header": whole[:8] + b"\xff" + whole[9:],
+        "length": struct.pack("<Q", 1 << 60) + whole[8:],
+        "text": b"not a tensor file at all, only words",
+        "type": whole.replace(b'"F32"', b'"F99"', 1),
+    }
+    for name, data in broken.items():
+        file.write_bytes(data)
+        with pytest.raises(ModelError, match="model.safetensors"):
+            load_draft(eagle, ref.TARGET)
+        assert name
+    file.unlink()
+    with pytest.raises(ModelNotFound, match="no model.safetensors"):
+        load_draft(eagle, ref.TARGET)
+    (eagle / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(ModelError, match="pytorch_model.bin"):
+        load_draft(eagle, ref.TARGET)
+    with pytest.raises(ModelNotFound):
+        load_draft(eagle / "nowhere", ref.TARGET)
+
+
+def test_a_file_without_configuration_is_refused(eagle: Path) -> None:
+    (eagle / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="config.json.*not JSON"):
+        load_draft(eagle, ref.TARGET)
+    (eagle / "config.json").unlink()
+    with pytest.raises(ModelError, match="config.json.*needs its configuration"):
+        load_draft(eagle, ref.TARGET)
+
+
+def test_norm_output_means_what_its_layout_means() -> None:
+    plain = {**json.loads('{"architectures": ["LlamaForCausalLMEagle3"]}'), "hidden_size": 32, "intermediate_size": 48,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}  # fmt: skip
+    default = parse_draft_config(plain, ref.TARGET)
+    assert (default.norm_logits, default.feed_normed, default.taps) == (True, False, (2, 3, 3))  # type: ignore[union-attr]
+    off = parse_draft_config({**plain, "norm_output": False}, ref.TARGET)
+    assert (off.norm_logits, off.feed_normed) == (False, False)  # type: ignore[union-attr]
+    theirs = {"speculators_model_type": "eagle3", "transformer_layer_config": plain, "norm_output": True}
+    fed = parse_draft_config(theirs, ref.TARGET)
+    assert (fed.norm_logits, fed.feed_normed) == (True, True)  # type: ignore[union-attr]
+    both = {**plain, "fc_norm": True, "norm_before_fc": True}
+    with pytest.raises(ModelError, match="exclude each other"):
+        parse_draft_config(both, ref.TARGET)
+
+
+def test_default_layers() -> None:
+    assert default_eagle_taps(30) == (2, 15, 27) and default_eagle_taps(18) == (2, 9, 15)
+    assert default_dflash_layers(30, 3) == (1, 14, 27) and default_dflash_layers(30, 5) == (1, 8, 14, 20, 27)
+    assert default_dflash_layers(30, 1) == (15,)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def planned(folder: Path | None, **options: Any) -> Any:
+    from octavo.config import EngineConfig
+
+    given = {"draft_model": None if folder is None else str(folder), **options}
+    return plan_draft(EngineConfig.from_options(given, environ={}), loaded_model("llama"))
+
+
+@pytest.fixture
+def tiny_eagle(tmp_path: Path) -> Path:
+    from octavo.spec.draft_config import EagleConfig, LayerShape
+
+    config = EagleConfig(LayerShape.of(config_of("llama")), 288, 288, (1, 2, 3))
+    save_draft(tmp_path / "tiny", random_draft(config))
+    return tmp_path / "tiny"
+
+
+def test_options_make_the_reserve_and_bad_ones_are_named(tiny_eagle: Path) -> None:
+    plan = planned(tiny_eagle, draft="eagle3", draft_steps=4, overlap=True)
+    assert (plan.reserve.footprint, plan.reserve.commit_lag, plan.kv_layers, plan.key_mode) == (5, 5, 1, "pair")
+    tree = planned(tiny_eagle, draft="eagle3", draft_steps=5, draft_topk=8, draft_tokens=64, overlap=True)
+    assert (tree.reserve.footprint, tree.reserve.commit_lag) == (64, 6)
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"draft_steps": 3, "draft_topk": 2, "draft_tokens": 40}, "draft_tokens"),
+        ({"draft_steps": 20, "draft_topk": 8}, "draft_topk"),
+        ({"draft_tokens": 20, "max_model_len": 16}, "draft_tokens"),
+        ({"draft_topk": 0}, "draft_topk"),
+    ]
+    for options, name in faults:
+        with pytest.raises(ConfigError, match=name):
+            planned(tiny_eagle, draft="eagle3", **options)
+    with pytest.raises(ConfigError, match="holds a draft for eagle3"):
+        planned(tiny_eagle, draft="dflash")
+    with pytest.raises(ConfigError, match="no dflash draft ships"):
+        planned(None, draft="dflash")
+
+
+def test_no_shipped_draft_is_taken_for_an_unknown_target() -> None:
+    assert shipped_draft(None) is None and shipped_draft("00" * 32) is None
+
+
+def test_a_draft_of_another_target_never_runs(tmp_path: Path) -> None:
+    save_draft(tmp_path, random_draft(ref.eagle_config()))
+    with pytest.raises(ModelError, match="another target"):
+        planned(tmp_path, draft="eagle3")
+    assert dataclasses.is_dataclass(ref.eagle_config())

@@ -1,0 +1,45 @@
+"""The example drafter, as a user would load it: short, accepted where it is right, and without effect on the text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.engine.request import EngineRequest
+from octavo.params import SamplingParams
+from octavo.spec.drafter import Drafter
+from tests.tiny import engine
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def answer(draft: str, prompt: list[int]) -> tuple[list[int], int]:
+    """(tokens, accepted drafts) of one greedy request."""
+    core = engine(draft=draft, draft_adaptive=False)
+    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)))
+    tokens: list[int] = []
+    while core.has_work():
+        for out in core.step():
+            tokens.extend(out.token_ids)
+    accepted = int(core.report()["speculation"]["accepted_tokens"])
+    core.close()
+    return tokens, accepted
+
+
+def test_the_example_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (EXAMPLES / "drafter.py").read_text()
+    assert len(source.splitlines()) <= 80
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from drafter import Bigram  # type: ignore[import-not-found]
+
+    assert isinstance(Bigram(draft_tokens=3, vocab_size=10), Drafter)
+    prompt = [5, 6, 7, 8] * 6
+    plain, none = answer("none", prompt)
+    drafted, _ = answer("drafter:Bigram", prompt)
+    assert drafted == plain and none == 0
+    repeated, accepted = answer("drafter:Bigram", [*prompt, *plain, *prompt])
+    assert repeated == answer("none", [*prompt, *plain, *prompt])[0]
+    assert accepted > 0 or len(set(repeated)) == len(repeated)
+    sys.modules.pop("drafter", None)
