@@ -277,36 +277,56 @@ void argmax(const float* x, int n, float* value, int* index) {
 // ---------------------------------------------------------------------------------------------------- attention
 
 template <bool Bf16>
-inline F load_kv(const void* p, int d, int lanes) {
-  if (Bf16) {
-    const uint16_t* h = (const uint16_t*)p + d;
-    if (lanes == 16) return f_bf16(h);
-    uint16_t t[16] = {0};
-    std::memcpy(t, h, (size_t)lanes * 2);
-    return f_bf16(t);
-  }
-  return load_lanes((const float*)p + d, lanes);
+inline F load_kv(const void* p, int d) {
+  return Bf16 ? f_bf16((const uint16_t*)p + d) : f_load((const float*)p + d);
+}
+template <bool Bf16>
+inline F load_kv_n(const void* p, int d, int lanes) {
+  if (!Bf16) return load_lanes((const float*)p + d, lanes);
+  uint16_t t[16] = {0};
+  std::memcpy(t, (const uint16_t*)p + d, (size_t)lanes * 2);
+  return f_bf16(t);
 }
 
-// Scores of R queries with the eight keys k[0..7]; per score: 16 lanes over the head, added by f_sum's order.
-template <int R, bool Bf16>
-inline void score8(const float* const* q, const void* const* k, int head_dim, float* out, int64_t ldo) {
-  F acc[R][8];
-  for (int pair = 0; pair < 8; pair += 2) {
-    F s[R][2];
-    for (int r = 0; r < R; r++) s[r][0] = s[r][1] = f_set(0.0f);
-    for_lanes(head_dim, [&](int d, int l) {
-      const F k0 = load_kv<Bf16>(k[pair], d, l), k1 = load_kv<Bf16>(k[pair + 1], d, l);
+// Scores of R queries with K keys; per score sixteen lanes over the head. `to[r * 8 + j]` gets the lanes of key j.
+template <int R, int K, bool Bf16>
+inline void score_lanes(const float* const* q, const void* const* k, int head_dim, F* to) {
+  P s[R][K][kParts];
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < K; j++)
+      for (int h = 0; h < kParts; h++) s[r][j][h] = p_zero();
+  int d = 0;
+  for (; d + 16 <= head_dim; d += 16) {
+#pragma GCC unroll 4
+    for (int h = 0; h < kParts; h++) {
+      P x[K];
+#pragma GCC unroll 4
+      for (int j = 0; j < K; j++)
+        x[j] = Bf16 ? p_bf16((const uint16_t*)k[j] + d + h * (16 / kParts)) : p_load((const float*)k[j] + d + h * (16 / kParts));
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const F x = load_lanes(q[r] + d, l);
-        s[r][0] = f_fma(x, k0, s[r][0]);
-        s[r][1] = f_fma(x, k1, s[r][1]);
+        const P y = p_load(q[r] + d + h * (16 / kParts));
+#pragma GCC unroll 4
+        for (int j = 0; j < K; j++) s[r][j][h] = p_fma(y, x[j], s[r][j][h]);
       }
-    });
-    for (int r = 0; r < R; r++) acc[r][pair] = s[r][0], acc[r][pair + 1] = s[r][1];
+    }
   }
-  for (int r = 0; r < R; r++) f_sum8(acc[r], out + r * ldo);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < K; j++) {
+      F sum = p_join(s[r][j]);
+      if (d < head_dim)
+        sum = f_fma(load_lanes(q[r] + d, head_dim - d), load_kv_n<Bf16>(k[j], d, head_dim - d), sum);
+      to[r * 8 + j] = sum;
+    }
+}
+
+template <int R, int K, bool Bf16>
+inline void score8(const float* const* q, const void* const* k, int head_dim, float* out, int64_t ldo) {
+  F lanes[R * 8];
+  for (int j = 0; j < 8; j += K) score_lanes<R, K, Bf16>(q, k + j, head_dim, lanes + j);
+  for (int r = 0; r < R; r++) f_sum8(lanes + r * 8, out + r * ldo);
 }
 
 template <bool Bf16>
@@ -315,7 +335,7 @@ inline void scores(const float* const* q, int queries, const void* const* k, int
   for (int i = 0; i < keys; i += 8) {
     const void* last[8];
     const void* const* eight = k + i;
-    float t[3][8];
+    alignas(32) float t[3][8];
     const bool partial = keys - i < 8;
     if (partial) {
       for (int j = 0; j < 8; j++) last[j] = k[i + j < keys ? i + j : keys - 1];
@@ -326,11 +346,11 @@ inline void scores(const float* const* q, int queries, const void* const* k, int
       float* to = partial ? t[0] : out + r * ldo + i;
       const int64_t ld = partial ? 8 : ldo;
       if (take == 3)
-        score8<3, Bf16>(q + r, eight, head_dim, to, ld);
+        score8<3, 2, Bf16>(q + r, eight, head_dim, to, ld);
       else if (take == 2)
-        score8<2, Bf16>(q + r, eight, head_dim, to, ld);
+        score8<2, 2, Bf16>(q + r, eight, head_dim, to, ld);
       else
-        score8<1, Bf16>(q + r, eight, head_dim, to, ld);
+        score8<1, 4, Bf16>(q + r, eight, head_dim, to, ld);
       if (partial)
         for (int s = 0; s < take; s++) std::memcpy(out + (r + s) * ldo + i, t[s], (size_t)(keys - i) * 4);
       r += take;
@@ -338,46 +358,66 @@ inline void scores(const float* const* q, int queries, const void* const* k, int
   }
 }
 
-// acc[r][d] = fma(p[r][i], v[i][d], acc[r][d]) for i in order, one vector of 16 or two at a time
+// acc[r][d] = fma(p[r][i], v[i][d], acc[r][d]) for i in order, D vectors of 16 at a time
 template <int R, int D, bool Bf16>
-inline void values_tile(const float* const* p, const void* const* v, int keys, int d, int lanes, float* acc,
-                        int64_t lda) {
+inline void values_tile(const float* const* p, const void* const* v, int keys, int d, float* acc, int64_t lda) {
   F s[R][D];
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < D; j++) s[r][j] = load_lanes(acc + r * lda + d + 16 * j, lanes);
+    for (int j = 0; j < D; j++) s[r][j] = f_load(acc + r * lda + d + 16 * j);
   for (int i = 0; i < keys; i++) {
     F x[D];
-    for (int j = 0; j < D; j++) x[j] = load_kv<Bf16>(v[i], d + 16 * j, lanes);
 #pragma GCC unroll 4
+    for (int j = 0; j < D; j++) x[j] = load_kv<Bf16>(v[i], d + 16 * j);
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       const F w = f_set(p[r][i]);
+#pragma GCC unroll 4
       for (int j = 0; j < D; j++) s[r][j] = f_fma(w, x[j], s[r][j]);
     }
   }
   for (int r = 0; r < R; r++)
-    for (int j = 0; j < D; j++) store_lanes(acc + r * lda + d + 16 * j, s[r][j], lanes);
+    for (int j = 0; j < D; j++) f_store(acc + r * lda + d + 16 * j, s[r][j]);
 }
 
+// R x D vectors of accumulators, D of values and one weight fit the sixteen registers of AVX2 (a vector is two there):
+// an accumulator in memory would cost its store-to-load delay per key.
 template <int R, bool Bf16>
 inline void values_rows(const float* const* p, const void* const* v, int keys, int head_dim, float* acc, int64_t lda) {
+  constexpr int D = R == 1 ? 4 : R == 2 ? 2 : 1;
   int d = 0;
-  for (; d + 32 <= head_dim; d += 32) values_tile<R, 2, Bf16>(p, v, keys, d, 16, acc, lda);
-  for (; d + 16 <= head_dim; d += 16) values_tile<R, 1, Bf16>(p, v, keys, d, 16, acc, lda);
-  if (d < head_dim) values_tile<R, 1, Bf16>(p, v, keys, d, head_dim - d, acc, lda);
+  for (; d + 16 * D <= head_dim; d += 16 * D) values_tile<R, D, Bf16>(p, v, keys, d, acc, lda);
+  if (D > 1)
+    for (; d + 16 <= head_dim; d += 16) values_tile<R, 1, Bf16>(p, v, keys, d, acc, lda);
+  const int left = head_dim - d;
+  if (!left) return;
+  for (int r = 0; r < R; r++) {
+    F s = f_load_n(acc + r * lda + d, left);
+    for (int i = 0; i < keys; i++) s = f_fma(f_set(p[r][i]), load_kv_n<Bf16>(v[i], d, left), s);
+    f_store_n(acc + r * lda + d, s, left);
+  }
 }
+
+// Keys in strips that stay in the first-level cache while all queries pass over them; the order per query is the same.
+constexpr int kStrip = 32;
 
 template <bool Bf16>
 inline void values(const float* const* p, int queries, const void* const* v, int keys, int head_dim, float* acc) {
-  for (int r = 0; r < queries;) {
-    const int take = queries - r >= 3 ? 3 : queries - r;
-    float* to = acc + (int64_t)r * head_dim;
-    if (take == 3)
-      values_rows<3, Bf16>(p + r, v, keys, head_dim, to, head_dim);
-    else if (take == 2)
-      values_rows<2, Bf16>(p + r, v, keys, head_dim, to, head_dim);
-    else
-      values_rows<1, Bf16>(p + r, v, keys, head_dim, to, head_dim);
-    r += take;
+  for (int i = 0; i < keys; i += kStrip) {
+    const int strip = keys - i < kStrip ? keys - i : kStrip;
+    for (int r = 0; r < queries;) {
+      const int left = queries - r, take = left >= 6 ? 6 : left >= 4 ? 4 : left;
+      const float* at[6];
+      for (int s = 0; s < take; s++) at[s] = p[r + s] + i;
+      float* to = acc + (int64_t)r * head_dim;
+      switch (take) {
+        case 6: values_rows<6, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
+        case 4: values_rows<4, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
+        case 3: values_rows<3, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
+        case 2: values_rows<2, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
+        default: values_rows<1, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
+      }
+      r += take;
+    }
   }
 }
 
@@ -403,7 +443,7 @@ inline AttnState softmax_split(float* s, float scale_factor) {
 template <bool Bf16>
 void attend_as(const AttnTile& t, AttnState* state, float* acc) {
   alignas(64) float s[kTileQueries][kSplit];
-  float raw[kTileQueries][kSplit];
+  alignas(64) float raw[kTileQueries][kSplit];
   const float* p[kTileQueries];
   scores<Bf16>(t.q, t.queries, t.k, t.shared, t.head_dim, raw[0], kSplit);
   for (int r = 0; r < t.queries; r++) {

@@ -1,6 +1,7 @@
 // Sixteen float lanes with one meaning on every instruction set, so that all of them give the same bits.
 //
 // F is 16 lanes. `sum(F)` adds in one fixed order: lanes l and l+8 first, then neighbours: ((0+1)+(2+3))+((4+5)+(6+7)).
+// P is what one register holds of an F, for loops that must count registers: kParts of them make an F.
 // Multiply-add is always fused. Nothing here may be contracted or reassociated: compile with -ffp-contract=off.
 #pragma once
 #include <cmath>
@@ -79,6 +80,13 @@ inline __m256 f_fold(F a) {
   f_halves(a, &lo, &hi);
   return _mm256_add_ps(lo, hi);
 }
+using P = __m512;
+constexpr int kParts = 1;
+inline P p_zero() { return _mm512_setzero_ps(); }
+inline P p_load(const float* p) { return _mm512_loadu_ps(p); }
+inline P p_bf16(const uint16_t* p) { return f_bf16(p).v; }
+inline P p_fma(P a, P b, P c) { return _mm512_fmadd_ps(a, b, c); }
+inline F p_join(const P* p) { return {p[0]}; }
 #elif defined(__AVX2__)
 // ------------------------------------------------------------------------------------------------------- AVX2
 struct F {
@@ -129,6 +137,13 @@ inline void f_to_int8(F x, int8_t* p) {
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 inline __m256 f_fold(F x) { return _mm256_add_ps(x.a, x.b); }
+using P = __m256;
+constexpr int kParts = 2;
+inline P p_zero() { return _mm256_setzero_ps(); }
+inline P p_load(const float* p) { return _mm256_loadu_ps(p); }
+inline P p_bf16(const uint16_t* p) { return bf16_half(p); }
+inline P p_fma(P a, P b, P c) { return _mm256_fmadd_ps(a, b, c); }
+inline F p_join(const P* p) { return {p[0], p[1]}; }
 #elif defined(__aarch64__) && !defined(OCTAVO_GENERIC)
 // ------------------------------------------------------------------------------------------------------- NEON
 struct F {
@@ -175,6 +190,13 @@ inline void f_to_int8(F x, int8_t* p) {
   vst1q_s8(p, vcombine_s8(vqmovn_s16(a), vqmovn_s16(b)));
 }
 #undef OCTAVO_EACH
+using P = float32x4_t;
+constexpr int kParts = 4;
+inline P p_zero() { return vdupq_n_f32(0.0f); }
+inline P p_load(const float* p) { return vld1q_f32(p); }
+inline P p_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+inline P p_fma(P a, P b, P c) { return vfmaq_f32(c, a, b); }
+inline F p_join(const P* p) { return {{p[0], p[1], p[2], p[3]}}; }
 #else
 // -------------------------------------------------------------------------------------------------- plain C++
 struct F {
@@ -218,6 +240,13 @@ inline void f_to_int8(F x, int8_t* p) {
   for (int i = 0; i < 16; i++) p[i] = (int8_t)std::nearbyintf(x.v[i]);
 }
 #undef OCTAVO_EACH
+using P = F;
+constexpr int kParts = 1;
+inline P p_zero() { return f_set(0.0f); }
+inline P p_load(const float* p) { return f_load(p); }
+inline P p_bf16(const uint16_t* p) { return f_bf16(p); }
+inline P p_fma(P a, P b, P c) { return f_fma(a, b, c); }
+inline F p_join(const P* p) { return p[0]; }
 #endif
 
 #if defined(__AVX2__) || defined(__AVX512F__)
