@@ -18,7 +18,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def answer(draft: str, prompt: list[int]) -> tuple[list[int], int]:
     """(tokens, accepted drafts) of one greedy request."""
     core = engine(draft=draft, draft_adaptive=False)
-    core.add_request(EngineRequest("r", prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)))
+    three = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={5: 90.0, 6: 90.0, 7: 90.0})
+    core.add_request(EngineRequest("r", prompt, three))  # an answer of three different tokens repeats itself
     tokens: list[int] = []
     while core.has_work():
         for out in core.step():
@@ -37,9 +38,6 @@ def test_the_example_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(Bigram(draft_tokens=3, vocab_size=10), Drafter)
     prompt = [5, 6, 7, 8] * 6
     plain, none = answer("none", prompt)
-    drafted, _ = answer("drafter:Bigram", prompt)
-    assert drafted == plain and none == 0
-    repeated, accepted = answer("drafter:Bigram", [*prompt, *plain, *prompt])
-    assert repeated == answer("none", [*prompt, *plain, *prompt])[0]
-    assert accepted > 0 or len(set(repeated)) == len(repeated)
+    drafted, accepted = answer("drafter:Bigram", prompt)
+    assert drafted == plain and none == 0 < accepted
     sys.modules.pop("drafter", None)
