@@ -78,7 +78,9 @@ class RequestStream:
         self._queue.put_nowait(error)
 
     def cut(self) -> None:
-        """End every open choice with finish_reason "abort"."""
+        """End every open choice with finish_reason "abort", also where the engine has not answered yet."""
+        if not self.accepted.done():
+            self.accepted.set_result(None)
         for index in sorted(self._open_choices):
             self.put(m.ChoiceDelta(self.request_id, index, "", [], finished=True, finish_reason="abort"))
 
