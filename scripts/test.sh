@@ -8,13 +8,15 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false HF_HUB
 
 not_run=()
 missing=()
-while read -r package probe purpose; do
+markers="not soak and not cuda"
+while read -r package probe marker purpose; do
     case $package in '' | '#'*) continue ;; esac
     case $probe in
         command:*) command -v "${probe#command:}" >/dev/null 2>&1 && continue ;;
         file:*) compgen -G "${probe#file:}" >/dev/null && continue ;;
     esac
     missing+=("$package")
+    [ "$marker" = - ] || markers+=" and not $marker"
     not_run+=("$purpose (Debian package $package is missing)")
 done <scripts/debian_packages.txt
 if [ ${#missing[@]} -gt 0 ]; then
@@ -34,7 +36,7 @@ for folder in tests/*/; do
         order+=("$folder")
     fi
 done
-"$bin"/python -m pytest -q -m "not soak and not cuda" --durations=15 "${order[@]}"
+"$bin"/python -m pytest -q -m "$markers" --durations=15 "${order[@]}"
 
 "$bin"/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || not_run+=("CUDA (no device; make test-cuda on a machine with one)")
 if [ ${#not_run[@]} -eq 0 ]; then not_run+=("nothing"); fi
