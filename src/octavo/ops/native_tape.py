@@ -237,10 +237,9 @@ class _Lowering:
         self.floats, self.quants = _Buffers(), _Buffers()
         self.home: dict[int, int] = {}  # value -> buffer; externals are counted from -1 downwards until the end
         self.quant_home: dict[int, int] = {}
-        names = [*tape.inputs, *tape.outputs]
-        self.slot = {name: -1 - i for i, name in enumerate(names)}
-        for name, handle in tape.inputs.items():
-            self.home[handle.base] = self.slot[name]
+        for i, handle in enumerate(tape.inputs.values()):
+            self.home[handle.base] = -1 - i
+        self.slot = {name: -1 - len(tape.inputs) - i for i, name in enumerate(tape.outputs)}
         self.last: dict[int, int] = {}
         self.quant_last: dict[int, int] = {}
         for at, node in enumerate(self.nodes):
