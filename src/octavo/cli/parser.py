@@ -20,6 +20,7 @@ COMMANDS = {
     "models": "octavo.cli.models",
     "doctor": "octavo.cli.doctor",
     "replay": "octavo.cli.replay",
+    "train-draft": "octavo.train.main",
 }
 
 DESCRIPTION = "Octavo: LLM inference whose KV memory is exact to the page."
