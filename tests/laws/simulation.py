@@ -196,7 +196,7 @@ class Simulation(SlowBooks):
 
     def publish(self, rng: random.Random) -> None:
         if ready := self.live():
-            self.publish_one(rng.choice(ready))
+            self.publish_one(rng.choice(ready), cut=rng.choice([0, 0, 1, self.p]))
 
     def publish_one(self, life: Life, cut: int = 0) -> None:
         tokens = self.tokens_known(life)

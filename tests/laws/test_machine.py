@@ -20,7 +20,7 @@ from tests.laws.law_setups import Setup, covering_setups
 from tests.laws.simulation import Simulation
 
 SOAK_MOVES = int(os.environ.get("OCTAVO_SOAK", "0"))
-MOVES = SOAK_MOVES or 20_000
+MOVES = SOAK_MOVES or int(os.environ.get("OCTAVO_LAW_MOVES", "20000"))
 LAP_MOVES = 420
 
 NAMED_EVENTS = (
@@ -72,7 +72,8 @@ def test_driven(page_size: int) -> None:
         seen += simulation.events
         left, lap = left - moves, lap + 1
     rules = [f"rule {name}" for name, _ in Simulation.MOVES]
-    assert not [name for name in (*rules, *NAMED_EVENTS) if not seen[name]], seen
+    if MOVES >= 20_000:
+        assert not [name for name in (*rules, *NAMED_EVENTS) if not seen[name]], seen
     assert sum(seen[name] for name in rules) >= MOVES // 4
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from octavo.kv.ledger_base import LedgerBase
 
+# By page state: pages that requests own, and pages that the prefix tree owns.
+IS_HELD = np.isin(np.arange(len(STATE_NAMES)), (PageState.HELD, PageState.LEASED))
+IS_CACHED = np.arange(len(STATE_NAMES)) == PageState.CACHED
+
 
 def check(ledger: LedgerBase, *, deep: bool = True, at_rest: bool = False) -> list[LawViolation]:
     """Every broken law, as errors that are not raised. `at_rest`: no request lives, so only free, cached and
@@ -136,16 +140,13 @@ def _owners(ledger: LedgerBase, pool: PagePool[Any]) -> list[LawViolation]:
     held.extend(entry.full if pool.name == "full" else entry.swa for entry in ledger.inflight.aside)
     cached = [node.full if pool.name == "full" else node.swa[node.swa >= 0] for node in ledger.tree.nodes()]
     broken = []
-    for owners, kind, states in (
-        (held, "requests", (PageState.HELD, PageState.LEASED)),
-        (cached, "the prefix tree", (PageState.CACHED,)),
-    ):
+    for owners, kind, wanted in ((held, "requests", IS_HELD), (cached, "the prefix tree", IS_CACHED)):
         pages = np.concatenate(owners) if owners else np.empty(0, np.int32)
         if len(pages) and (pages.min() < 0 or pages.max() >= len(pool.state)):
             broken.append(LawViolation(6, f"{pool.name} pool: {kind} name pages that do not exist"))
             continue
         named = np.bincount(pages, minlength=len(pool.state))
-        expected = np.isin(pool.state, np.array(states, np.uint8))
+        expected = wanted[pool.state]
         for page in np.flatnonzero(named != expected)[:8].tolist():
             state = STATE_NAMES[int(pool.state[page])]
             message = f"{pool.name} page {page} is {state} and named {int(named[page])} times by {kind}"
