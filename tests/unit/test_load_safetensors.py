@@ -169,3 +169,12 @@ def test_load_model_of_a_folder(tmp_path: Path) -> None:
     assert loaded.tokenizer.eos_id == tokens.index("<|eos|>")
     for name, weight in tensors.items():
         assert torch.equal(loaded.tensors.tensor(name), torch.from_numpy(weight))
+
+
+def test_loader_and_registry_know_the_same_architectures() -> None:
+    from octavo.model.load.gguf_config import SUPPORTED
+    from octavo.model.load.hf_config import ARCHITECTURES as loaded
+    from octavo.model.registry import ARCHITECTURES as networks
+
+    assert loaded == {hf: name for name, entry in networks.items() for hf in entry.hf_names}
+    assert set(SUPPORTED) <= set(networks)
