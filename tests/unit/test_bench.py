@@ -127,6 +127,63 @@ def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() ->
     json.dumps(document)
 
 
+def test_accept_length_tells_loops_apart_and_positions_are_shares_of_verifies() -> None:
+    def figures(accept: float, accepted: list[int]) -> dict[str, Any]:
+        return {"accept_length": accept, "drafts": 10, "accepted_per_position": accepted}
+
+    result = measure.Line(Case("chat", 2, None, 60), "octavo", "ngram", 1)
+    looping, real = [1, 2, 3] * 20, [(i * i * 31 + i) % 997 for i in range(60)]
+    sample = Sample(1.0, [0.1, 0.1], 0.9, [looping, real], [figures(4.0, [10, 8, 6]), figures(1.5, [4, 1])])
+    result.add([sample], [[[0], [0]]])
+    assert result.looping == [True, False]
+    assert result.accept_length() == pytest.approx(2.75)
+    assert result.accept_length(loops=False) == pytest.approx(1.5)
+    assert result.accepted_by_position == pytest.approx([0.7, 0.45, 0.3])
+    assert line([100]).accept_length() is None and line([100]).accepted_by_position == []
+
+
+def test_the_stopwatch_gives_inner_calls_their_own_time_and_restores_what_it_wrapped() -> None:
+    import time
+
+    from octavo.bench.profile import Stopwatch
+
+    class Part:
+        def outer(self) -> None:
+            time.sleep(0.03)
+            self.inner()
+
+        def inner(self) -> None:
+            time.sleep(0.06)
+
+    part, watch = Part(), Stopwatch()
+    watch.wrap(part, "outer", "o")
+    watch.wrap(part, "inner", "i")
+    start = time.perf_counter()
+    part.outer()
+    wall = time.perf_counter() - start
+    assert watch.seconds["o"] >= 0.03 and watch.seconds["i"] >= 0.06
+    assert sum(watch.seconds.values()) <= wall
+    watch.unwrap()
+    assert vars(part) == {}
+
+
+def test_the_plot_is_well_formed_and_draws_every_mode_and_part() -> None:
+    from xml.etree import ElementTree
+
+    from octavo.bench.plot import svg
+
+    text = svg(
+        {"ngram": [0.5, 0.25], "eagle3": [0.7]}, {"plain": {"network": 3.0, "head <x>": 1.0}, "ngram": {"network": 4.0}}
+    )
+    root = ElementTree.fromstring(text)
+    shapes = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f".//{shapes}polyline")) == 2
+    assert len([r for r in root.iter(f"{shapes}title")]) == 3
+    words = {t.text for t in root.iter(f"{shapes}text")}
+    assert {"ngram", "eagle3", "plain", "network", "head <x>"} <= words
+    ElementTree.fromstring(svg({}, {}))
+
+
 PEER = """
 import sys; sys.path.insert(0, {folder!r})
 from protocol import serve

@@ -201,7 +201,8 @@ def test_bench_measures_and_records(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     done = octavo(
         "bench", "--model", model, "--threads", 1, "--kv-memory", "16MiB", "--depth", 32, "--output-tokens", 8,
-        "--streams", "1,2", "--mode", "plain,ngram", "--repeats", 2, "--out", out,
+        "--streams", "1,2", "--mode", "plain,ngram", "--repeats", 2, "--out", out, "--profile",
+        "--plot", tmp_path / "p.svg",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
@@ -212,7 +213,11 @@ def test_bench_measures_and_records(model: Path, tmp_path: Path) -> None:
     assert all(len(n["repeats"]["decode_tokens_per_s"]) == 2 for n in document["lines"])
     ngram = [n["ratios"] for n in document["lines"] if n["mode"] == "ngram"]
     assert all(r["identical_to_plain"] == 1.0 for r in ngram)
-    assert "ngram" in done.stdout and "peak memory" in done.stdout
+    assert "ngram" in done.stdout and "peak memory" in done.stdout and "whole step" in done.stdout
+    for profile in document["profiles"]:
+        assert 0 < profile["parts_s"]["network"] < sum(profile["parts_s"].values()) <= profile["wall_s"] * 1.001
+        assert sum(profile["operations_s"].values()) <= profile["parts_s"]["network"] * 1.01
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
 
 
 def test_bench_scores_weight_formats(model: Path) -> None:

@@ -31,8 +31,7 @@ class Sample:
     first_token_s: list[float]
     decode_s: float  # from every stream's first token to the end
     output_ids: list[list[int]]
-    accept_lengths: list[float] = field(default_factory=list)
-    accepted_by_position: list[list[float]] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)  # this engine's own, per stream
 
 
 class Engine(Protocol):
@@ -79,8 +78,7 @@ class Ours:
             first_token_s=first_s,
             decode_s=wall_s - max(first_s),
             output_ids=[list(result.token_ids) for result in results],
-            accept_lengths=[float(m["accept_length"]) for m in metrics if m["accept_length"] is not None],
-            accepted_by_position=[list(m["accepted_per_position"]) for m in metrics if m["accepted_per_position"]],
+            figures=metrics,
         )
 
     def close(self) -> None:

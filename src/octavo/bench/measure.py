@@ -33,9 +33,8 @@ class Line:
     output_tokens_per_s: list[float] = field(default_factory=list)
     prefill_tokens_per_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
-    accept_length: list[float] = field(default_factory=list)
-    accepted_by_position: list[list[float]] = field(default_factory=list)
     output_ids: list[list[int]] = field(default_factory=list)  # of the last repeat, for identity checks
+    figures: list[dict[str, Any]] = field(default_factory=list)  # of the last repeat, one per output; peers have none
 
     @property
     def speed(self) -> list[float]:
@@ -68,11 +67,33 @@ class Line:
         self.output_tokens_per_s.append(tokens / sum(s.wall_s for s in samples))
         self.prefill_tokens_per_s.append(prompt_tokens / sum(max(s.first_token_s) for s in samples))
         self.first_token_s.append(statistics.median(firsts))
-        accepts = [a for s in samples for a in s.accept_lengths]
-        if accepts:
-            self.accept_length.append(statistics.fmean(accepts))
-        self.accepted_by_position = [row for s in samples for row in s.accepted_by_position]
         self.output_ids = [ids for s in samples for ids in s.output_ids]
+        self.figures = [figures for s in samples for figures in s.figures]
+
+    @property
+    def looping(self) -> list[bool]:
+        """Which outputs repeat themselves: drafts are accepted there that say nothing about real text."""
+        from octavo.train.corpus import loops
+
+        return [loops(ids) for ids in self.output_ids]
+
+    def accept_length(self, *, loops: bool = True) -> float | None:
+        """Mean tokens per decode step over the outputs; without `loops`, over those that do not repeat themselves."""
+        kept = (
+            [f["accept_length"] for f, bad in zip(self.figures, self.looping, strict=True) if loops or not bad]
+            if self.figures
+            else []
+        )
+        kept = [value for value in kept if value is not None]
+        return statistics.fmean(kept) if kept else None
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share of verifies that accepted the draft at position 1, 2, …"""
+        drafts = sum(f["drafts"] for f in self.figures)
+        longest = max((len(f["accepted_per_position"]) for f in self.figures), default=0)
+        counts = [sum((*f["accepted_per_position"], *[0] * longest)[i] for f in self.figures) for i in range(longest)]
+        return [count / drafts for count in counts] if drafts else []
 
     def summary(self) -> dict[str, Any]:
         """Plain data: raw repeats, median, spread."""
@@ -90,7 +111,10 @@ class Line:
             "spread": self.spread,
             "void": self.void,
             "median_first_token_s": statistics.median(self.first_token_s),
-            "accept_length": statistics.fmean(self.accept_length) if self.accept_length else None,
+            "accept_length": self.accept_length(),
+            "accept_length_without_loops": self.accept_length(loops=False),
+            "looping_outputs": sum(self.looping),
+            "accepted_by_position": self.accepted_by_position,
             "repeats": {
                 "decode_tokens_per_s": self.decode_tokens_per_s,
                 "output_tokens_per_s": self.output_tokens_per_s,

@@ -122,11 +122,21 @@ def table(lines: Sequence[Line]) -> str:
                 f"{line.median:.1f}",
                 f"{line.spread:.0%}" + (" void" if line.void else ""),
                 f"{sorted(line.first_token_s)[len(line.first_token_s) // 2] * 1000:.0f} ms",
-                f"{sum(line.accept_length) / len(line.accept_length):.2f}" if line.accept_length else "–",
+                _accepts(line),
                 shown,
             ]
         )
     return render(rows)
+
+
+def _accepts(line: Line) -> str:
+    """Accept length; where outputs loop, also that of the others."""
+    every, real = line.accept_length(), line.accept_length(loops=False)
+    if every is None:
+        return "–"
+    if not any(line.looping):
+        return f"{every:.2f}"
+    return f"{every:.2f} ({sum(line.looping)} loop" + (f", others {real:.2f})" if real is not None else ")")
 
 
 def render(rows: Sequence[Sequence[str]]) -> str:

@@ -15,6 +15,8 @@ from octavo.options import format_size
 
 if TYPE_CHECKING:
     from octavo.bench.engines import Engine
+    from octavo.bench.measure import Line
+    from octavo.bench.profile import Profile
     from octavo.bench.workload import Case
 
 HELP = "measure speed, compare with a peer, score weight formats"
@@ -49,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers.add_argument("--peer-python", metavar="PATH", help="the peer's interpreter (default: of `make peers`)")
     peers.add_argument("--peer-model", metavar="PATH", help="the peer's model (default: the same file)")
     peers.add_argument("--peer-threads", metavar="N[,N]", help="the fastest counts (default: 1 up to --threads)")
+    look = parser.add_argument_group("a closer look")
+    look.add_argument("--profile", action="store_true", help="also split a decode step of each mode into its parts")
+    look.add_argument("--plot", metavar="FILE", help="write acceptance by position and the parts of a step as SVG")
     quality = parser.add_argument_group("quality of weight formats")
     quality.add_argument(
         "--perplexity",
@@ -129,6 +134,7 @@ def _progress(text: str) -> None:
 def _speed(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, Any], str]:
     from octavo.bench import measure, record
     from octavo.bench.engines import Ours
+    from octavo.bench.profile import rows as profile_rows
     from octavo.bench.workload import ChatPrompts, DepthPrompts, chat_prompts_path
 
     cases = _cases(args)
@@ -150,6 +156,7 @@ def _speed(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, An
             prompts["chat"] = ChatPrompts(path, tokenizer.encode_chat, limit)
         engines += _peers(args, config, cases, prompts)
         lines = measure.measure(engines, cases, prompts, repeats, _progress)
+        profiles = _profiles(engines, prompts, cases) if args.profile or args.plot else []
         described = {f"{e.name} {e.mode} {e.threads}": e.describe() for e in engines}
     finally:
         for engine in engines:
@@ -157,8 +164,40 @@ def _speed(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, An
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
     result = record.document(lines, described, {"name": config.model}, {"sampling": 1})
+    result["profiles"] = [p.to_dict() for p in profiles]
+    if args.plot:
+        _plot(Path(args.plot), lines, profiles)
     note = f"peak memory {format_size(record.peak_memory_bytes())}; {config.num_threads} threads; {repeats} repeats"
-    return result, record.table(lines) + "\n" + note
+    table = record.table(lines) + "\n" + note
+    if args.profile:
+        table += "\n\n" + record.render(profile_rows(profiles))
+    return result, table
+
+
+def _profiles(engines: list[Engine], prompts: dict[str, Any], cases: list[Case]) -> list[Profile]:
+    """A decode step of each mode of this engine, one stream, on the first case's first prompt."""
+    from octavo.bench.engines import Ours
+    from octavo.bench.profile import profile
+    from octavo.params import SamplingParams
+
+    case = next((c for c in cases if c.output_tokens > 1), None)
+    if case is None:
+        raise ConfigError("--profile", True, "allowed: with answers of more than one token (--depth or --chat)")
+    prompt = prompts[case.kind].groups(case, 0)[0][0]
+    params = SamplingParams(temperature=0, max_tokens=case.output_tokens, ignore_eos=True)
+    ours = [engine for engine in engines if isinstance(engine, Ours)]
+    for engine in ours:
+        _progress(f"profile of {engine.mode}")
+    return [profile(engine.llm, engine.mode, prompt, params) for engine in ours]
+
+
+def _plot(path: Path, lines: list[Line], profiles: list[Profile]) -> None:
+    from octavo.bench.plot import svg
+
+    acceptance = {n.mode: n.accepted_by_position for n in lines if n.accepted_by_position}
+    steps = {p.mode: {k: 1000 * v / max(1, p.steps) for k, v in p.parts_s.items()} for p in profiles}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(svg(acceptance, steps))
 
 
 def _peers(args: argparse.Namespace, config: EngineConfig, cases: list[Case], prompts: dict[str, Any]) -> list[Engine]:

@@ -1,0 +1,89 @@
+"""The pictures `octavo bench --plot` writes: one self-contained SVG, no plotting library.
+
+Left to right: acceptance by drafted position of each mode, and the parts of a step as stacked bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+COLOURS = ("#1565c0", "#ef6c00", "#2e7d32", "#6a1b9a", "#00838f", "#c62828", "#757575", "#9e9d24")
+WIDTH, HEIGHT, MARGIN = 420, 260, 48
+
+
+def svg(acceptance: Mapping[str, Sequence[float]], steps_ms: Mapping[str, Mapping[str, float]]) -> str:
+    """`acceptance`: mode -> share accepted at positions 1, 2, …; `steps_ms`: mode -> part -> milliseconds."""
+    panels = []
+    if any(acceptance.values()):
+        panels.append(_acceptance(acceptance))
+    if steps_ms:
+        panels.append(_steps(steps_ms))
+    width = max(1, len(panels)) * (WIDTH + 2 * MARGIN)
+    placed = [
+        f'<g transform="translate({i * (WIDTH + 2 * MARGIN) + MARGIN},{MARGIN})">{p}</g>' for i, p in enumerate(panels)
+    ]
+    height = HEIGHT + 2 * MARGIN + 22 * 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="12"><rect width="100%" height="100%" fill="#ffffff"/>'
+        + "".join(placed)
+        + "</svg>\n"
+    )
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#212121"{weight}>{escape(words)}</text>'
+
+
+def _axis(top: float, unit: str) -> list[str]:
+    parts = [f'<line x1="0" y1="{HEIGHT}" x2="{WIDTH}" y2="{HEIGHT}" stroke="#424242"/>']
+    for tick in range(5):
+        y = HEIGHT - tick * HEIGHT / 4
+        parts.append(f'<line x1="0" y1="{y}" x2="{WIDTH}" y2="{y}" stroke="#e0e0e0"/>')
+        parts.append(_text(-6, y + 4, f"{top * tick / 4:.3g}{unit}", anchor="end"))
+    return parts
+
+
+def _acceptance(acceptance: Mapping[str, Sequence[float]]) -> str:
+    """Lines: how often the draft at each position was accepted."""
+    shown = {mode: list(values) for mode, values in acceptance.items() if values}
+    longest = max(len(values) for values in shown.values())
+    parts = [_text(0, -18, "accepted, by drafted position", bold=True), *_axis(100, " %")]
+    step = WIDTH / max(1, longest)
+    for position in range(longest):
+        parts.append(_text((position + 0.5) * step, HEIGHT + 16, str(position + 1), anchor="middle"))
+    for number, (mode, values) in enumerate(shown.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        points = [((i + 0.5) * step, HEIGHT * (1 - value)) for i, value in enumerate(values)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        parts.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(18, HEIGHT + 44 + 20 * number, mode))
+    return "".join(parts)
+
+
+def _steps(steps_ms: Mapping[str, Mapping[str, float]]) -> str:
+    """Stacked bars: what a step of each mode is made of."""
+    top = max(sum(parts.values()) for parts in steps_ms.values()) or 1.0
+    names = list(dict.fromkeys(name for parts in steps_ms.values() for name in parts))
+    drawn = [_text(0, -18, "milliseconds of a decode step, by part", bold=True), *_axis(top, "")]
+    slot = WIDTH / len(steps_ms)
+    for place, (mode, parts) in enumerate(steps_ms.items()):
+        y = float(HEIGHT)
+        for name, amount in parts.items():
+            height = HEIGHT * amount / top
+            y -= height
+            colour = COLOURS[names.index(name) % len(COLOURS)]
+            drawn.append(
+                f'<rect x="{place * slot + slot * 0.2:.1f}" y="{y:.1f}" width="{slot * 0.6:.1f}" height="{height:.1f}" '
+                f'fill="{colour}"><title>{escape(name)}: {amount:.3f} ms</title></rect>'
+            )
+        drawn.append(_text((place + 0.5) * slot, HEIGHT + 16, mode, anchor="middle"))
+    for number, name in enumerate(names):
+        colour = COLOURS[number % len(COLOURS)]
+        drawn.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
+        drawn.append(_text(18, HEIGHT + 44 + 20 * number, name))
+    return "".join(drawn)
