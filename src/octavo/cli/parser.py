@@ -19,6 +19,7 @@ COMMANDS = {
     "pull": "octavo.cli.pull",
     "models": "octavo.cli.models",
     "doctor": "octavo.cli.doctor",
+    "train-draft": "octavo.train.main",
     "replay": "octavo.cli.replay",
     "train-draft": "octavo.train.main",
 }
