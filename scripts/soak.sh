@@ -16,9 +16,10 @@ step() { # name, command…
 
 sanitized() {
     local runtime
+    bash scripts/test_native_kernels.sh sanitize || return 1
     runtime=$(c++ -print-file-name=libasan.so) || return 1
     bash scripts/build_native.sh sanitize || return 1
-    # Python itself leaks by design at exit; everything else counts.
+    # Python itself never frees some things; everything else counts.
     LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
         "$bin"/python -m pytest -q -p no:cacheprovider tests/unit -k "ops or native"
     local code=$?
@@ -26,10 +27,25 @@ sanitized() {
     return $code
 }
 
+forced() { # the op tests with every table this CPU runs forced, and torch at lower capabilities
+    local isa
+    for isa in generic avx2; do
+        OCTAVO_NATIVE_ISA=$isa "$bin"/python -m pytest -q -p no:cacheprovider tests/unit -k "ops or native" || return 1
+    done
+    for isa in default avx2; do
+        ATEN_CPU_CAPABILITY=$isa OCTAVO_NATIVE=0 "$bin"/python -m pytest -q -p no:cacheprovider tests/unit \
+            -k "ops or model_invariance" || return 1
+    done
+}
+
 echo "soak: $(git rev-parse --short HEAD), $(date -u +%Y-%m-%dT%H:%MZ)"
+step "a million law steps" env OCTAVO_SOAK="${OCTAVO_SOAK:-1000000}" "$bin"/python -m pytest -q tests/laws/test_machine.py
 step "long tests" "$bin"/python -m pytest -q -m soak --timeout 14400 tests
-if [ -f scripts/mutate.py ]; then step "mutation sweep" "$bin"/python scripts/mutate.py --all; fi
-if [ -f CMakeLists.txt ] && command -v c++ >/dev/null; then step "sanitizers" sanitized; fi
+step "mutation sweep" "$bin"/python scripts/mutate.py
+if command -v c++ >/dev/null; then
+    step "forced instruction sets" forced
+    step "sanitizers" sanitized
+fi
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'soak failed: %s\n' "${failed[@]}"
     exit 1

@@ -4,26 +4,32 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${VENV:-.venv}/bin
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
+PATH="$PWD/$bin:$PATH" # cmake and ninja may live there
+export TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
 
 not_run=()
 missing=()
-markers="not soak and not cuda"
-while read -r package probe marker purpose; do
+while read -r package probe purpose; do
     case $package in '' | '#'*) continue ;; esac
     case $probe in
         command:*) command -v "${probe#command:}" >/dev/null 2>&1 && continue ;;
         file:*) compgen -G "${probe#file:}" >/dev/null && continue ;;
     esac
     missing+=("$package")
-    [ "$marker" = - ] || markers+=" and not $marker"
     not_run+=("$purpose (Debian package $package is missing)")
 done <scripts/debian_packages.txt
+has() { [[ " ${missing[*]-} " != *" $1 "* ]]; }
 if [ ${#missing[@]} -gt 0 ]; then
     echo "Missing Debian packages; for everything to run: apt-get install ${missing[*]}"
 fi
 
 bash scripts/check.sh
+
+if [ "${OCTAVO_NATIVE:-1}" != 0 ] && has g++; then
+    bash scripts/test_native_kernels.sh
+    if has g++-aarch64-linux-gnu && has qemu-user; then bash scripts/test_native_kernels.sh aarch64; fi
+fi
+"$bin"/python scripts/mutate.py --sample 60 --seed 1
 
 # Cheapest level first: a broken law is seen within seconds, a real model's text last.
 order=()
@@ -36,10 +42,11 @@ for folder in tests/*/; do
         order+=("$folder")
     fi
 done
-"$bin"/python -m pytest -q -m "$markers" --durations=15 "${order[@]}"
+"$bin"/python -m pytest -q -m "not soak and not cuda" --durations=15 "${order[@]}"
 
-"$bin"/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || not_run+=("CUDA (no device; make test-cuda on a machine with one)")
-if [ ${#not_run[@]} -eq 0 ]; then not_run+=("nothing"); fi
-printf 'not run: %s' "${not_run[0]}"
-printf '; %s' "${not_run[@]:1}" | sed 's/^; $//'
-echo
+if ! "$bin"/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
+    not_run+=("CUDA (no device; make test-cuda on a machine with one)")
+fi
+line="not run: "
+for part in "${not_run[@]:-nothing}"; do line+="$part; "; done
+echo "${line%; }"
