@@ -117,7 +117,7 @@ def test_self_prompting_is_deterministic_and_skips_what_it_has(tmp_path: Path) -
     assert once.answer_tokens >= 40 and once.recipe["rounds"] >= 1
     assert Corpus.load(tmp_path / "c.npz") == once
     again = grow(40, Corpus())
-    assert again == once
+    assert again.samples == once.samples
     with TinyLLM(draft="none") as llm:
         prefix = question_prefix(llm.tokenizer)
         assert llm.tokenizer.decode(prefix) == "user: "

@@ -83,18 +83,25 @@ class SelfPrompter:
         *,
         save: Path | None = None,
         progress: Callable[[int], None] = lambda tokens: None,
-        deadline_s: float | None = None,
+        minutes: float | None = None,
     ) -> None:
-        """Add samples until the corpus has `answer_tokens` of them (or the clock says stop); saved as it grows."""
+        """Add samples until the corpus has `answer_tokens` of them, or `minutes` were spent on it in all runs.
+
+        Saved after every round, so that an interrupted run goes on.
+        """
         self.filter.remember(corpus.samples)
         rounds = int(corpus.recipe.get("rounds", 0))
+        spent = float(corpus.recipe.get("minutes", 0.0))
+        started = time.monotonic()
         while corpus.answer_tokens < answer_tokens:
-            if deadline_s is not None and time.monotonic() > deadline_s:
+            total = spent + (time.monotonic() - started) / 60
+            if minutes is not None and total >= minutes:
                 break
             before = corpus.answer_tokens
             corpus.samples.extend(self.round(rounds))
             rounds += 1
-            corpus.recipe = {**self.recipe(), "rounds": rounds}
+            total = spent + (time.monotonic() - started) / 60
+            corpus.recipe = {**self.recipe(), "rounds": rounds, "minutes": round(total, 3)}
             if save is not None:
                 corpus.save(save)
             progress(corpus.answer_tokens - before)

@@ -49,7 +49,7 @@ def train_draft(
 
     _threads(options)
     target = load_model(options.target, cache_dir=None) if loaded is None else loaded
-    factory = _default_llm(options) if llm_factory is None else llm_factory
+    factory = _default_llm(options, target.config.context_tokens) if llm_factory is None else llm_factory
     work = _cache(options) / _short(target.sha256 or target.name)
     corpus = make_corpus(options, target, factory, work)
     started = time.monotonic()
@@ -72,7 +72,9 @@ def make_corpus(options: TrainOptions, target: Any, factory: Callable[..., Any],
     path = options.data if options.data is not None else work / "corpus.npz"
     corpus = Corpus.load(path) if path.is_file() else Corpus()
     forbidden = benchmark_ngrams(options.prompts) if options.prompts is not None else set()
-    if corpus.answer_tokens < options.answer_tokens:
+    limit = options.generate_minutes
+    time_left = limit is None or float(corpus.recipe.get("minutes", 0.0)) < limit
+    if corpus.answer_tokens < options.answer_tokens and time_left:
         path.parent.mkdir(parents=True, exist_ok=True)
         filter_ = Filter(forbidden)
         with factory(draft="none") as llm, _bar("corpus", options.answer_tokens, corpus.answer_tokens) as bar:
@@ -84,9 +86,7 @@ def make_corpus(options: TrainOptions, target: Any, factory: Callable[..., Any],
                 max_question_tokens=options.max_question_tokens,
                 max_answer_tokens=options.max_answer_tokens,
             )
-            limit = options.generate_minutes
-            deadline = None if limit is None else time.monotonic() + 60 * limit
-            prompter.fill(corpus, options.answer_tokens, save=path, progress=bar.update, deadline_s=deadline)
+            prompter.fill(corpus, options.answer_tokens, save=path, progress=bar.update, minutes=limit)
     if not corpus.samples:
         raise ConfigError("answer_tokens", options.answer_tokens, "the target wrote no usable answer")
     corpus.recipe["target_sha256"] = target.sha256
@@ -182,7 +182,7 @@ def _setup(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> _S
     frozen = Frozen(table, head, vocabulary.token_ids, config.final_logit_softcap)
     positions = options.max_tokens + max(options.unroll, options.block_size) + 1
     if options.algorithm == "eagle3":
-        draft: Any = new_eagle_config(config, vocabulary.token_ids, target.sha256)
+        draft: Any = new_eagle_config(config, vocabulary.token_ids, target.sha256, options.intermediate)
         weights = initial_weights(draft, source, vocabulary.token_ids, options.seed)
         net: Any = EagleNet(weights, rope_for(draft, config.rope, positions))
     else:
@@ -195,6 +195,7 @@ def _setup(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> _S
             block_size=options.block_size,
             mask_token_id=unused_token(target.tokenizer, config.vocab_size, seen),
             sha256=target.sha256,
+            intermediate=options.intermediate,
         )
         weights = initial_weights(draft, source, vocabulary.token_ids, options.seed)
         net = DFlashNet(weights, rope_for(draft, config.rope, positions))
@@ -267,11 +268,13 @@ def _engine_options(options: TrainOptions) -> dict[str, Any]:
     return given
 
 
-def _default_llm(options: TrainOptions) -> Callable[..., Any]:
+def _default_llm(options: TrainOptions, context_tokens: int) -> Callable[..., Any]:
     def factory(**extra: Any) -> Any:
         from octavo import LLM
 
-        return LLM(**{**_engine_options(options), "max_running": options.generate_batch, **extra})
+        # room for a question, its answer and the benchmark's prompts: no more KV than needed
+        given = {"max_running": options.generate_batch, "max_model_len": min(1024, context_tokens)}
+        return LLM(**{**_engine_options(options), **given, **extra})
 
     return factory
 

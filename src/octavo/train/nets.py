@@ -71,7 +71,7 @@ class DraftNet(nn.Module):
     def heads(self, x: Tensor, name: str, count: int) -> Tensor:
         """[..., T, width] -> [..., heads, T, D]."""
         y = self.linear(x, name)
-        return y.unflatten(-1, (count, self.layer.head_dim)).transpose(-3, -2)
+        return y.reshape(*y.shape[:-1], count, self.layer.head_dim).transpose(-3, -2)
 
     def spread(self, kv: Tensor) -> Tensor:
         """KV heads repeated for their query heads: [..., KV, T, D] -> [..., heads, T, D]."""

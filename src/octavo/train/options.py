@@ -26,6 +26,7 @@ class TrainOptions:
     draft_vocab: int = 8192
     layers: int = 2
     features: int = 3
+    intermediate: int | None = None
     block_size: int = 8
     anchors: int = 24
     batch_tokens: int = 2048
@@ -65,6 +66,8 @@ class TrainOptions:
                 raise ConfigError(name, value, "above 0")
         if not 0 < self.learning_rate < 1:
             raise ConfigError("learning_rate", self.learning_rate, "between 0 and 1")
+        if self.intermediate is not None and self.intermediate < 1:
+            raise ConfigError("intermediate", self.intermediate, "at least 1")
         if self.block_size > 64:
             raise ConfigError("block_size", self.block_size, "2 to 64")
 
@@ -87,6 +90,7 @@ _HELP = {
     "draft_vocab": "most frequent answer tokens that training looks at (EAGLE-3: the draft's vocabulary)",
     "layers": "DFlash: decoder layers",
     "features": "DFlash: hidden states of the target it sees",
+    "intermediate": "width of the draft's MLP (the target's if not given)",
     "block_size": "DFlash: tokens of a block, anchor included",
     "anchors": "DFlash: blocks trained per text and epoch",
     "batch_tokens": "padded tokens of a batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,17 @@ def head_name(source: Any) -> str:
     return "lm_head.weight" if "lm_head.weight" in source.names() else "model.embed_tokens.weight"
 
 
-def new_eagle_config(target: ModelConfig, token_ids: torch.Tensor, sha256: str | None) -> EagleConfig:
+def _shape(target: ModelConfig, intermediate: int | None) -> LayerShape:
+    shape = LayerShape.of(target)
+    return shape if intermediate is None else replace(shape, intermediate_size=intermediate)
+
+
+def new_eagle_config(
+    target: ModelConfig, token_ids: torch.Tensor, sha256: str | None, intermediate: int | None = None
+) -> EagleConfig:
     """EAGLE-3 for a target: a norm per feature (they differ a hundredfold in scale), head rows from the target."""
     return EagleConfig(
-        layer=LayerShape.of(target),
+        layer=_shape(target, intermediate),
         vocab_size=target.vocab_size,
         draft_vocab_size=len(token_ids),
         taps=default_eagle_taps(target.num_layers),
@@ -47,6 +55,7 @@ def new_dflash_config(
     block_size: int,
     mask_token_id: int,
     sha256: str | None,
+    intermediate: int | None = None,
 ) -> DFlashConfig:
     """DFlash for a target. It says the same words as it is trained on: the others were never pushed down."""
     if layers < 1:
@@ -54,7 +63,7 @@ def new_dflash_config(
     if not 2 <= block_size <= 64:
         raise ConfigError("block_size", block_size, "2 to 64")
     return DFlashConfig(
-        layer=LayerShape.of(target),
+        layer=_shape(target, intermediate),
         vocab_size=target.vocab_size,
         draft_vocab_size=len(token_ids),
         num_layers=layers,
