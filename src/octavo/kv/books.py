@@ -172,6 +172,13 @@ class Table:
         return rows, columns, self._flat[cells]
 
 
+def cell_runs(rows: Int64Array, first: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """(row, column) of every cell of runs: `counts[i]` columns of `rows[i]` from `first[i]` on."""
+    before = np.cumsum(counts) - counts
+    total = int(counts.sum())
+    return np.repeat(rows, counts), np.arange(total) - np.repeat(before - first, counts)
+
+
 def as_tokens(tokens: Sequence[int] | Int32Array | Any) -> Int32Array:
     """Token ids as a contiguous int32 array."""
     return np.ascontiguousarray(tokens, dtype=np.int32)

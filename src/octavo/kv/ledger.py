@@ -26,6 +26,7 @@ from octavo.kv.books import (
     Preallocation,
     RowState,
     as_tokens,
+    cell_runs,
 )
 from octavo.kv.ledger_transfers import TransferLedger
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_p, ceil_pages, floor_p
@@ -132,9 +133,7 @@ class Ledger(TransferLedger):
         self._make_room(pages, pages)
         self._allocated[rows] = end
         if pages != len(rows):  # some row takes several pages: one entry per page
-            counts = (end >> self._shift) - first
-            rows, before = np.repeat(rows, counts), np.cumsum(counts) - counts
-            first = np.arange(pages) - np.repeat(before - first, counts)
+            rows, first = cell_runs(rows, first, (end >> self._shift) - first)
         self._full.write_cells(rows, first, self.full_pool.take(pages))
         if self.swa_pool is not None and self._swa is not None:
             self._swa.write_cells(rows, first, self.swa_pool.take(pages))
@@ -231,12 +230,28 @@ class Ledger(TransferLedger):
         if not self._plannable[at].all():
             self._require(int(at[~self._plannable[at]][0]), RowState.ACTIVE, "evict")
         floors = eviction_floors(self._committed[at], self.config.window_tokens, self.page_size)
-        dropped = 0
-        for i in np.flatnonzero(floors > self._evicted[at]).tolist():
-            dropped += self._raise_floor(int(at[i]), int(floors[i]))
+        rising = (floors > self._evicted[at]).nonzero()[0]
+        at, floors = at[rising], floors[rising]
+        # Most rows drop pages of their own that nobody else names: those go together.
+        alone = (self._evicted[at] >= self._protected[at]) & (self.inflight.whole_per_row[at] == 0)
+        dropped = self._drop_own(at[alone], floors[alone])
+        for row, floor in zip(at[~alone].tolist(), floors[~alone].tolist(), strict=True):
+            dropped += self._raise_floor(row, floor)
         if self.trace is not None:
-            self.trace.record("evict", rows=at)
+            self.trace.record("evict", rows=rows)
         return dropped
+
+    def _drop_own(self, rows: Int64Array, floors: Int64Array) -> int:
+        """Raise the floors of rows whose pages in between are their own and may be freed at once."""
+        if self._swa is None or self.swa_pool is None or not len(rows):
+            return 0
+        first = self._evicted[rows] >> self._shift
+        rows_of, columns = cell_runs(rows, first, (floors >> self._shift) - first)
+        pages = self._swa.cells[rows_of, columns]
+        self.swa_pool.give_back(cast(SwaPages, pages), PageState.HELD)
+        self._swa.write_cells(rows_of, columns, np.full_like(pages, NO_PAGE))
+        self._evicted[rows] = floors
+        return len(pages)
 
     def _raise_floor(self, row: int, floor_tokens: int) -> int:
         if self._swa is None or self.swa_pool is None:
