@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ EXAMPLES = [
     "octavo bench --chat --mode plain,best --streams 1,4,16 --json",
     "octavo bench --depth 128 --peer llama.cpp --out benchmarks/results/decode.json",
     "octavo bench --prefill 512 --peer llama.cpp",
+    "octavo bench --server http://127.0.0.1:8000 --streams 1,8,32 --requests 200",
     "octavo bench --perplexity exact,auto,int8,int4 --perplexity-tokens 8192",
 ]
 MODES = ("plain", "ngram", "eagle3", "dflash", "best")
@@ -51,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers.add_argument("--peer-python", metavar="PATH", help="the peer's interpreter (default: of `make peers`)")
     peers.add_argument("--peer-model", metavar="PATH", help="the peer's model (default: the same file)")
     peers.add_argument("--peer-threads", metavar="N[,N]", help="the fastest counts (default: 1 up to --threads)")
+    server = parser.add_argument_group("a server")
+    server.add_argument("--server", metavar="URL", help="drive an OpenAI-compatible server instead of this engine")
+    server.add_argument("--server-model", metavar="NAME", help="model to ask for (default: the server's first)")
+    server.add_argument("--server-key", metavar="KEY", help="API key (better: OCTAVO_API_KEY or OPENAI_API_KEY)")
+    server.add_argument("--requests", metavar="N", help="how many; prompts repeat (default: once each)")
+    server.add_argument("--timeout", default="600", metavar="SECONDS", help="for one answer (default: 600)")
     look = parser.add_argument_group("a closer look")
     look.add_argument("--profile", action="store_true", help="also split a decode step of each mode into its parts")
     look.add_argument("--plot", metavar="FILE", help="write acceptance by position and the parts of a step as SVG")
@@ -71,7 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = common.config_from(args, EngineConfig)
-    result, table = _perplexity(args, config) if args.perplexity else _speed(args, config)
+    if args.server:
+        result, table = _server(args)
+    else:
+        result, table = _perplexity(args, config) if args.perplexity else _speed(args, config)
     if args.out:
         from octavo.bench.record import save
 
@@ -284,3 +295,45 @@ def _perplexity(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[st
         "perplexity": lines,
     }
     return result, record.render(rows)
+
+
+# A server
+
+
+def _server(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from octavo.bench import record, server_load
+    from octavo.bench.workload import chat_prompts_path, read_prompts
+
+    prompts = [entry["prompt"] for entry in read_prompts(chat_prompts_path(args.prompts))]
+    if args.limit:
+        prompts = prompts[: _numbers(args, "limit", 1)[0]]
+    wanted = _numbers(args, "requests", 1)[0] if args.requests else len(prompts)
+    prompts = [prompts[i % len(prompts)] for i in range(wanted)]
+    key = args.server_key or os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    timeout_s = _numbers(args, "timeout", 1)[0]
+    client = server_load.Client(args.server, model=args.server_model, api_key=key, timeout_s=timeout_s)
+    loads = []
+    for streams in _numbers(args, "streams", 1):
+        load = server_load.drive(
+            client,
+            prompts,
+            streams=streams,
+            max_tokens=_numbers(args, "output_tokens", 1)[0],
+            temperature=_temperatures(args.temperature)[0],
+            extra={},
+            progress=lambda done, total, streams=streams: _bar(f"{streams} streams", done, total),
+        )
+        loads.append(load.summary())
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+    result = record.environment() | {"model": {"name": client.model}, "server": args.server, "loads": loads}
+    table = record.render(server_load.rows(loads)) + "\nmilliseconds and seconds at p50 / p90 / p99"
+    failures = [error for load in loads for error in load["errors"]]
+    return result, "\n".join([table, *(f"failed: {error}" for error in failures)])
+
+
+def _bar(label: str, done: int, total: int) -> None:
+    width = 30
+    if sys.stderr.isatty() or done == total:
+        filled = width * done // total
+        _progress(f"{label} [{'█' * filled}{'·' * (width - filled)}] {done}/{total}")

@@ -27,6 +27,8 @@ EXTRA_OF = {
     "starlette": "server",
     "pydantic": "server",
     "llguidance": "grammar",
+    "mooncake": "disagg",
+    "ray": "cluster",
 }
 
 GROUP_TITLES = {
@@ -34,6 +36,7 @@ GROUP_TITLES = {
     "memory": "KV memory",
     "schedule": "scheduling and threads",
     "draft": "drafts",
+    "disagg": "prefill and decode on different servers",
     "debug": "debugging",
     "server": "server",
 }

@@ -21,7 +21,6 @@ COMMANDS = {
     "doctor": "octavo.cli.doctor",
     "train-draft": "octavo.train.main",
     "replay": "octavo.cli.replay",
-    "train-draft": "octavo.train.main",
 }
 
 DESCRIPTION = "Octavo: LLM inference whose KV memory is exact to the page."
