@@ -209,6 +209,47 @@ class EngineConfig:
         True, switch(), "let the draft length follow measured acceptance and cost, down to zero", group="draft"
     )
 
+    role: str = option(
+        "both",
+        choice("both", "prefill", "decode"),
+        "both: a server of its own; prefill and decode: one half of a pair behind a router",
+        group="disagg",
+    )
+    bootstrap_host: str = option(
+        "127.0.0.1",
+        text("an address of this machine", metavar="HOST"),
+        "address of this machine that the other half reaches, for the control connection and for KV",
+        group="disagg",
+    )
+    bootstrap_port: int = option(
+        8998,
+        integer(0, 65535, metavar="PORT"),
+        "port a prefill server listens on for decode servers; the router names it to them",
+        group="disagg",
+    )
+    transport: str = option("mooncake", choice("mooncake"), "what moves KV between servers", group="disagg")
+    transport_protocol: str = option(
+        "tcp", choice("tcp", "rdma"), "how Mooncake moves it; rdma needs a device", group="disagg"
+    )
+    transport_device: str = option(
+        "", text("a device name", metavar="DEVICE", optional=True), "RDMA device of Mooncake", group="disagg",
+        shown_default="none",
+    )
+    room_timeout_s: float = option(
+        60.0,
+        seconds(),
+        "how long one request may wait for the other half, its transfer included",
+        group="disagg",
+        shown_default="60",
+    )
+    quarantine_after_s: float = option(
+        60.0,
+        seconds(),
+        "when pages whose transfer never ends are written off until the server is restarted",
+        group="disagg",
+        shown_default="60",
+    )
+
     check_books: bool = option(False, switch(), "check every law of the KV books after every step", group="debug")
     record_trace: str | None = option(
         None,

@@ -11,6 +11,8 @@
 │   └── `QueueFull`        try again later (HTTP 429)
 ├── `GrammarError`         a constrained answer cannot go on (a limit of the grammar engine)
 ├── `OutOfPages`           a pool cannot give what a plan needs now; the scheduler answers it, users never see it
+├── `HandoverFailed`   the other half of a prefill/decode pair failed this request (HTTP 502)
+│   └── `HandoverTimeout`  it took too long (HTTP 504)
 ├── `EngineDead`           the engine process or loop is gone (HTTP 503)
 └── `LawViolation`         the KV books are wrong: names the law, the row and the numbers
 """
@@ -106,6 +108,18 @@ class OutOfPages(OctavoError):
 class EngineDead(OctavoError):
     status = 503
     code = "engine_dead"
+
+
+class HandoverFailed(OctavoError):
+    """The other half of a prefill/decode pair, or the way between them, failed this request."""
+
+    status = 502
+    code = "handover_failed"
+
+
+class HandoverTimeout(HandoverFailed):
+    status = 504
+    code = "handover_timeout"
 
 
 class LawViolation(OctavoError):

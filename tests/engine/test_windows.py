@@ -94,13 +94,14 @@ def test_warm_text_after_a_stop_string(kind: str) -> None:
     core = engine(kind, page_size=16)
     for seed in range(40):
         prompt = tokens(50, seed)
-        free = run(core, [(prompt, GREEDY)], close=False)[0]
+        varied = SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True)
+        free = run(core, [(prompt, varied)], close=False)[0]
         text = core.tokenizer.decode(free)
         at = fresh_character(text)
         if at is not None:
             break
     assert at is not None, "no prompt gave an answer with a new character in it"
-    stopped = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=[text[at]])
+    stopped = varied.with_changes(stop=[text[at]])
     for draft in ("none", "scripted"):
         other = engine(kind, page_size=16, draft=draft)
         cut = run(other, [(prompt, stopped)], close=False)[0]

@@ -24,6 +24,7 @@ from octavo.kv.ledger import Ledger
 from octavo.ops.meta import KVView, StepMeta
 from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
 from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch
+from octavo.spec.prepare import prepare_step
 from octavo.spec.verify import accept, ancestor_mask, compact_kv, path_tokens
 
 
@@ -90,6 +91,15 @@ class Runner:
                 DraftRequest(request.row, tuple(request.tokens), request.max_tokens, request.launched_tokens)
             )
 
+    def resume(self, request: Request, ban_ids: Sequence[int], newest: int) -> None:
+        """A row whose KV came from elsewhere: it has `launched_tokens` of it, and `newest` behind them without."""
+        self.begin(request, ban_ids)
+        row = upload([request.row], self.device)
+        at, token = upload([request.launched_tokens], self.device), upload([newest], self.device)
+        self.relay.store(row, at, token)
+        if self.sampler.remembers:
+            self.sampler.remember(row, at, token[:, None])
+
     def end(self, row: int) -> None:
         self.sampler.end(row)
         if self.drafter is not None:
@@ -120,6 +130,8 @@ class Runner:
         if self.drafter is None or not plan.decodes or plan.draft_tokens == 0:
             return None
         host_rows = tuple(d.row for d in plan.decodes)
+        top_ks = [d.request.params.top_k for d in plan.decodes]
+        prepare_step(self.drafter, host_rows, self._ledger, top_ks, self.network.config.vocab_size)
         rows = upload(list(host_rows), self.device)
         tokens = tuple(d.request.tokens for d in plan.decodes) if self.drafter.needs_host_tokens else None
         draft = self.drafter.propose(

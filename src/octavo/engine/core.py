@@ -13,6 +13,7 @@ that step has drained (law 14), and the step's result is dropped by its generati
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +35,11 @@ from octavo.sched.scheduler import Scheduler, SchedulerConfig, SettleFirst
 class EngineCore:
     """One model, one set of books, one loop. Not thread-safe: one thread calls it."""
 
-    def __init__(self, config: EngineConfig, parts: Parts | None = None) -> None:
-        """Load the model and size the pools. Raises ConfigError or ModelError. `parts` injects a built model."""
+    def __init__(
+        self, config: EngineConfig, parts: Parts | None = None, *, side: Callable[[EngineCore], Any] | None = None
+    ) -> None:
+        """Load the model and size the pools. Raises ConfigError or ModelError. `parts` injects a built model, `side`
+        the half of a prefill/decode pair that `config.role` would make."""
         self.config = config
         parts = build(config) if parts is None else parts
         self.parts = parts
@@ -62,8 +66,16 @@ class EngineCore:
         self._inflight: StepHandle | None = None
         self._ready: list[ChoiceOutput] = []  # outputs made outside a settle: failures, aborts
         self._sequence = 0
+        self._settled_s: float | None = None  # when the last decode step was settled
         self._stats = StatsKeeper()
         self._outputs = OutputProcessor(parts.tokenizer, parts.tokenizer.eos_ids)
+        self._stalled = False  # nothing moves before a message, a transfer or a call comes in
+        self.side: Any = None
+        if side is None and config.role != "both":
+            from octavo.disagg.setup import make_side as side
+        if side is not None:
+            self.side = side(self)
+            self.scheduler.busy_elsewhere = self.side.busy_elsewhere
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -79,6 +91,10 @@ class EngineCore:
         bad = next((t for t in call.prompt_token_ids if not 0 <= t < self.vocab_size), None)
         if bad is not None:
             raise RequestError(f"token id {bad} is outside the vocabulary (0 … {self.vocab_size - 1})", param="prompt")
+        if self.side is not None:
+            self.side.check(call)
+        elif call.bootstrap is not None:
+            raise RequestError("bootstrap_room: this server has --role both", param="bootstrap_room")
         room = self.max_model_len - prompt
         if room < 1:
             raise ContextLengthExceeded(
@@ -86,10 +102,13 @@ class EngineCore:
                 param="prompt",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if self.config.role == "prefill":
+            max_tokens = min(max_tokens, 1)  # the decode server takes it from there
         limit = getattr(self.config, "max_queue", None)  # a server's limit; a library call waits as long as it likes
         free_slots = max(0, self.config.max_running - len(self.scheduler.running))  # these do not wait
-        if limit is not None and len(self.scheduler.waiting) + params.n > limit + free_slots:
-            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait; at most {limit} may")
+        waiting = len(self.scheduler.waiting) + (self.side.waiting if self.side is not None else 0)
+        if limit is not None and waiting + params.n > limit + free_slots:
+            raise QueueFull(f"{waiting} requests wait; at most {limit} may")
         self.ledger.can_ever_fit(prompt, max_tokens, self.parts.reserve)
         grammar = self.parts.grammars.compile(params) if params.structured is not None else None
         choices = []
@@ -103,26 +122,38 @@ class EngineCore:
             request.grammar = grammar.matcher() if grammar is not None else None
             choices.append(request)
         self._requests[call.request_id] = choices
+        self._stalled = False
         self._stats.prompt(prompt)
         for request in choices:
             if max_tokens == 0:
                 self._finish(request, "length")
+            elif self.side is not None:
+                self.side.arrive(request, call)
             else:
                 self.scheduler.enqueue(request)
 
     def abort(self, request_id: str) -> None:
         """End every choice of a call now; its pages return when its steps in flight have drained. Unknown: nothing."""
+        self._stalled = False
         for request in self._requests.get(request_id, ()):
             if request.state is not State.FINISHED:
                 self._finish(request, "abort")
 
     def has_work(self) -> bool:
-        return bool(self._ready) or self._inflight is not None or self.scheduler.has_work
+        if self._ready or self._inflight is not None or (self.scheduler.has_work and not self._stalled):
+            return True
+        return self.side is not None and bool(self.side.has_news())
+
+    def patience_s(self) -> float | None:
+        """While there is no work: seconds until there may be some without anybody calling. None: never."""
+        return None if self.side is None else self.side.patience_s()
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[ChoiceOutput]:
         """One iteration; returns what became known: text, tokens, ends. [] when there is nothing to do."""
+        if self.side is not None:
+            self.side.poll()
         plan = self._plan()
         handle = self._launch(plan) if plan is not None else None
         if self._overlap:
@@ -131,6 +162,7 @@ class EngineCore:
             settled = handle
         if settled is not None:
             self._settle(settled)
+        self._stalled = self.side is not None and plan is None and settled is None
         if self.config.check_books:
             self._check_books()
         outputs, self._ready = self._ready, []
@@ -204,9 +236,10 @@ class EngineCore:
             self._land(request, kept, outputs=int(chunk.final))
             if kept and request.active:
                 self.ledger.publish(request.row, request.tokens)
-                if chunk.final:
-                    token = [result.first[i]]
-                    logprobs = _at(result.first_logprobs, [first], token, request.params.logprobs)
+                token = [result.first[i]] if chunk.final else []
+                logprobs = _at(result.first_logprobs, [first] * len(token), token, request.params.logprobs)
+                held = self.side is not None and self.side.computed(request, token[0] if token else None, logprobs)
+                if token and not held:
                     self._append(request, token, logprobs, now)
             first += int(chunk.final)
         self.ledger.evict(np.array([r.row for r in self.scheduler.running], dtype=np.int64))
@@ -240,7 +273,7 @@ class EngineCore:
         elif reason is None and len(request.tokens) >= self.max_model_len:
             delta, reason = self._ended(request, delta, "length")
         if reason is not None:
-            self._release(request, reason, publish=True)
+            self._release(request, reason, publish=True, error=error)
         if reason is not None or delta.text or delta.token_ids:
             self._emit(request, delta, reason, error)
 
@@ -270,21 +303,45 @@ class EngineCore:
     def _finish(self, request: Request, reason: str, error: OctavoError | None = None) -> None:
         """End a request outside its own settle: abort, failure, nothing to generate."""
         delta = request.output.finish(reason)
-        self._release(request, reason, publish=reason == "abort")
+        self._release(request, reason, publish=reason == "abort", error=error)
         self._emit(request, delta, reason, error)
 
-    def _release(self, request: Request, reason: str, *, publish: bool) -> None:
+    def _release(
+        self, request: Request, reason: str, *, publish: bool, error: OctavoError | None = None
+    ) -> None:
         self.scheduler.remove(request)
         row = request.row
         if row >= 0:
             self.ledger.release(row, request.tokens if publish else None)
-            self.runner.end(row)
+            if request.state is not State.TRANSFER:
+                self.runner.end(row)
         request.finish_reason = reason
         request.detach(State.FINISHED)
         choices = self._requests[request.call_id]
         if all(r.state is State.FINISHED for r in choices):
             del self._requests[request.call_id]
         self._stats.finished(request, reason)
+        if self.side is not None:
+            self.side.left(request, reason, error)
+
+    # -- prefill and decode on different servers (octavo.disagg) -------------------------------------------------
+
+    def fail(self, request: Request, error: OctavoError) -> None:
+        """End one choice with an error, whatever it is doing. Finished already: nothing."""
+        if request.state is not State.FINISHED:
+            self._finish(request, "error", error)
+
+    def finish_handover(self, request: Request, token: int, logprobs: list[TokenLogprob] | None) -> None:
+        """A decode server has read the row: the request ends here with its first token."""
+        self._append(request, [token], logprobs, time.monotonic())
+
+    def start_landed(self, request: Request, token: int, logprobs: list[TokenLogprob] | None) -> None:
+        """The KV of a parked request has landed in the books: decode behind its first token."""
+        self.scheduler.unpark(request)
+        self.runner.resume(request, request.output.ban_ids, token)
+        self._append(request, [token], logprobs, time.monotonic())
+        if request.active:
+            self.ledger.publish(request.row, request.tokens)
 
     def _fail(self, request: Request, error: OctavoError) -> None:
         self._finish(request, "error", error)
@@ -299,10 +356,15 @@ class EngineCore:
             self._stats.draft(drafted, accepted)
 
     def _measure(self, handle: StepHandle, result: StepResult) -> None:
+        """Tell the adaptive length what a decode step cost; under overlap that is the time between two results."""
         if self._adaptive is None or not handle.plan.decodes:
+            self._settled_s = None
             return
-        step_s = time.perf_counter() - handle.started_s if not handle.plan.prefills and not self._overlap else None
-        self._adaptive.record(len(handle.plan.decodes), result.drafted, result.accepted, step_s)
+        now = time.perf_counter()
+        begun = self._settled_s if self._overlap else handle.started_s
+        self._settled_s = now
+        timed = now - begun if begun is not None and not handle.plan.prefills else None
+        self._adaptive.record(len(handle.plan.decodes), result.drafted, result.accepted, timed)
 
     def _check_books(self) -> None:
         for violation in check_books(self.ledger):
@@ -312,7 +374,7 @@ class EngineCore:
     def report(self) -> dict[str, Any]:
         """The books, the queue and the speculation, JSON-able."""
         books = self.ledger.report()
-        by_row = {r.row: r for r in self.scheduler.running}
+        by_row = {r.row: r for r in (*self.scheduler.running, *self.scheduler.parked)}
         for line in books["rows"]:
             owner = by_row.get(line["row"])
             line["request_id"] = owner.call_id if owner is not None else None
@@ -326,14 +388,18 @@ class EngineCore:
                 "preemptions": self.scheduler.preemptions,
             },
             "speculation": self._stats.speculation(),
+            **({} if self.side is None else {"disaggregation": {**self.side.report(), **self.side.tally.snapshot()}}),
         }
 
     def stats(self) -> EngineStats:
-        return self._stats.snapshot(self.ledger, self.scheduler)
+        stats = self._stats.snapshot(self.ledger, self.scheduler)
+        if self.side is None:
+            return stats
+        return replace(stats, waiting=stats.waiting + self.side.waiting, transfers=self.side.tally.snapshot())
 
     def flush_cache(self) -> bool:
         """Drop every cached prefix. False while requests run (their prefixes stay)."""
-        if self.scheduler.running:
+        if self.scheduler.running or self.scheduler.parked:
             return False
         self._settle_inflight()
         self.ledger.reset_cache()
@@ -344,6 +410,8 @@ class EngineCore:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._settle_inflight()
+        if self.side is not None:
+            self.side.close()
         self._check_books()
         held = self.ledger.live_rows()
         if len(held):

@@ -134,13 +134,20 @@ class EngineLoop:
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
         self._poller.register(wake, zmq.POLLIN)
+        self._news = os.eventfd(0, os.EFD_NONBLOCK)  # other servers have said something, a transfer has ended
+        self._poller.register(self._news, zmq.POLLIN)
+        side = getattr(core, "side", None)
+        if side is not None:
+            side.on_news(lambda: os.eventfd_write(self._news, 1))
 
     def run(self) -> None:
         """Until `Shutdown` or a signal. What the core raises here ends the process: its state is not to be trusted."""
         while not self.stopping:
             busy = self.core.has_work()
             self.heart.mark(busy)
-            ready = dict(self._poller.poll(0 if busy else None))
+            ready = dict(self._poller.poll(0 if busy else self._patience_ms()))
+            if self._news in ready:
+                os.eventfd_read(self._news)
             if self._wake in ready:
                 os.read(self._wake, 64)
                 self.stopping = True
@@ -152,6 +159,11 @@ class EngineLoop:
                 self.heart.steps += 1
                 if outputs:
                     self.send(m.Outputs([delta_of(output) for output in outputs]))
+
+    def _patience_ms(self) -> float | None:
+        ask = getattr(self.core, "patience_s", None)
+        patience_s = ask() if ask is not None else None
+        return None if patience_s is None else max(1.0, patience_s * 1000)
 
     def send(self, event: m.Event) -> None:
         self.events.send(m.encoder.encode(event))

@@ -16,13 +16,17 @@ class State(Enum):
     WAITING = "waiting"  # in the queue, holds no row (also after a retraction)
     PREFILL = "prefill"  # holds a row, part of its known tokens has no KV yet
     DECODE = "decode"  # every known token but the newest has KV, or that is in flight
+    TRANSFER = "transfer"  # holds a row whose KV comes from a prefill server
+    HANDOVER = "handover"  # prompt computed; the row is held until a decode server has read it
     FINISHED = "finished"
 
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.PREFILL, State.FINISHED}),
+    State.WAITING: frozenset({State.PREFILL, State.TRANSFER, State.FINISHED}),
     State.PREFILL: frozenset({State.DECODE, State.WAITING, State.FINISHED}),
-    State.DECODE: frozenset({State.WAITING, State.FINISHED}),
+    State.DECODE: frozenset({State.WAITING, State.HANDOVER, State.FINISHED}),
+    State.TRANSFER: frozenset({State.DECODE, State.FINISHED}),
+    State.HANDOVER: frozenset({State.FINISHED}),
     State.FINISHED: frozenset(),
 }
 
@@ -34,6 +38,15 @@ class IllegalMove(OctavoError):
 
 
 @dataclass(frozen=True)
+class Bootstrap:
+    """Where the two halves of a prefill/decode pair meet: the prefill server's address, one room a choice."""
+
+    host: str
+    port: int
+    rooms: list[int]
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """What a caller hands in: one prompt, `params.n` choices."""
 
@@ -42,6 +55,7 @@ class EngineRequest:
     params: SamplingParams
     arrival_s: float = field(default_factory=time.monotonic)
     priority: int = 0  # smaller runs earlier
+    bootstrap: Bootstrap | None = None  # with --role prefill and decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +174,14 @@ class Request:
         self.prefill_target = len(self.tokens)
         if self.preemptions == 0:
             self.cached_tokens = cached_tokens
+
+    def lease(self, row: int, generation: int, fill_tokens: int) -> None:
+        """The ledger gave the request a row that a transfer will fill with the KV of `fill_tokens` tokens."""
+        self.move(State.TRANSFER)
+        self.row, self.generation = row, generation
+        self.launched_tokens = self.prefill_target = fill_tokens
+        if self.scheduled_s is None:
+            self.scheduled_s = time.monotonic()
 
     def detach(self, state: State) -> None:
         """The row is given back (release): to the queue after a retraction, or finished."""

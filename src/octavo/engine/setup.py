@@ -117,8 +117,21 @@ def build(
         grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
         startup_lines=_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
         trace=trace,
-        info={"format": loaded.format, "formats": network.formats, "weight_bytes": network.weight_bytes},
+        info=_info(config, loaded, network),
     )
+
+
+def _info(config: EngineConfig, loaded: LoadedModel, network: Any) -> dict[str, Any]:
+    info: dict[str, Any] = {
+        "format": loaded.format,
+        "formats": network.formats,
+        "weight_bytes": network.weight_bytes,
+    }
+    if config.role != "both":
+        from octavo.disagg.layout import fingerprint
+
+        info["fingerprint"] = fingerprint(loaded)
+    return info
 
 
 def _device(config: EngineConfig) -> torch.device:

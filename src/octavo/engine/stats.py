@@ -37,6 +37,7 @@ class EngineStats:
     balance_violations: int
     pools: dict[str, dict[str, int]]
     requests: list[dict[str, Any]] = field(default_factory=list)
+    transfers: dict[str, Any] = field(default_factory=dict)  # between prefill and decode servers: see disagg/tally.py
 
 
 class StatsKeeper:

@@ -51,21 +51,19 @@ class StepPlan:
     max_kv_tokens: int
 
     @property
+    def items(self) -> tuple[DecodeRow | PrefillChunk, ...]:
+        """Everything the step computes, decode rows first."""
+        return (*self.decodes, *self.prefills)
+
+    @property
     def rows(self) -> np.ndarray:
-        """Ledger rows of the step, decode rows first."""
-        return np.fromiter(
-            (item.row for item in (*self.decodes, *self.prefills)),
-            dtype=np.int64,
-            count=len(self.decodes) + len(self.prefills),
-        )
+        """int64 ledger rows of `items`."""
+        return np.array([item.row for item in self.items], dtype=np.int64)
 
     @property
     def generations(self) -> np.ndarray:
-        return np.fromiter(
-            (item.generation for item in (*self.decodes, *self.prefills)),
-            dtype=np.int64,
-            count=len(self.decodes) + len(self.prefills),
-        )
+        """int64 generations of `items`."""
+        return np.array([item.generation for item in self.items], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.decodes) + len(self.prefills)

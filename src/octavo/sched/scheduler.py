@@ -52,6 +52,8 @@ class Scheduler:
         self.ledger = ledger
         self.waiting: list[Request] = []  # sorted by Request.order
         self.running: list[Request] = []  # rows held, in order of admission
+        self.parked: list[Request] = []  # rows held while their KV moves between servers: never planned
+        self.busy_elsewhere: Callable[[], bool] = lambda: False  # rows or pages will come back without a step
         self.preemptions = 0
         self._on_fail = on_fail
         self._started: deque[Request] = deque()  # admitted since the last launch: the core prepares their rows
@@ -67,6 +69,19 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        elif request in self.parked:
+            self.parked.remove(request)
+
+    def park(self, request: Request) -> None:
+        """The request holds a row and nothing is to be computed for it now."""
+        self.remove(request)
+        self.parked.append(request)
+
+    def unpark(self, request: Request) -> None:
+        """The KV of a parked request is here: it decodes from now on."""
+        self.parked.remove(request)
+        request.move(State.DECODE)
+        self.running.append(request)
 
     def take_started(self) -> list[Request]:
         started = list(self._started)
@@ -124,7 +139,7 @@ class Scheduler:
                     return chunks
                 chunks.append(chunk)
                 budget_tokens -= chunk.num_tokens
-        while budget_tokens > 0 and self.waiting and len(self.running) < self.config.max_running:
+        while budget_tokens > 0 and self.waiting and len(self.running) + len(self.parked) < self.config.max_running:
             request = self.waiting[0]
             if not self._admit(request):
                 break
@@ -185,7 +200,7 @@ class Scheduler:
 
     def _nothing_planned(self, draft_tokens: int, inflight: bool) -> StepPlan | None:
         """Nobody could move: fine if something is in flight or nobody is here, else make room and try again."""
-        if inflight:
+        if inflight or self.busy_elsewhere():
             return None
         stuck = [r for r in self.running if r.state is State.PREFILL]
         if stuck:
@@ -201,6 +216,11 @@ class Scheduler:
     def _retract_one(self, short: OutOfPages) -> None:
         """Take the pages of the active request with the fewest outputs (ties: the latest to arrive)."""
         active = [r for r in self.running if r.active]
+        if len(active) == 1 and self.busy_elsewhere():
+            self._give_back(active[0], publish=True)  # it goes on when the pages that others wait for are back
+            active[0].preemptions += 1
+            self.preemptions += 1
+            return
         if len(active) == 1:
             request = active[0]
             self.running.remove(request)

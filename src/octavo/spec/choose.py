@@ -79,6 +79,12 @@ def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
         from octavo.spec.learned import algorithm_of
 
         return algorithm_of(config.draft_model)
+    from octavo.spec.learned import algorithm_of, shipped_draft, shipped_folders
+
+    if shipped_folders():  # the hash of the target is read only where a draft could match it
+        shipped = shipped_draft(loaded.sha256)
+        if shipped is not None:
+            return algorithm_of(shipped)
     return "ngram"
 
 

@@ -7,10 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from octavo.errors import ConfigError, LawViolation
+
+
+class LengthBooks(Protocol):
+    """The part of the ledger that is read here: lengths in tokens by row."""
+
+    width_tokens: int
+
+    @property
+    def committed(self) -> np.ndarray: ...
+
+    @property
+    def allocated(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -105,3 +118,19 @@ def prepare_dflash(
     uniform = largest if top_k.size and int(top_k.min()) == largest else None
     total = int(lengths.sum())
     return DFlashPrep(largest, uniform, total, total + block_size * lengths.size)
+
+
+def prepare_step(
+    drafter: Any, rows: Sequence[int], ledger: LengthBooks, top_ks: Sequence[int], vocab_size: int
+) -> EaglePrep | DFlashPrep | None:
+    """The drafter's own host checks of a planned step, or None if it has none. Raises LawViolation or ValueError."""
+    if not rows or not hasattr(drafter, "prepare_for_decode"):
+        return None
+    at = list(rows)
+    committed = ledger.committed[at]
+    prepared: EaglePrep | DFlashPrep
+    if drafter.name == "dflash":
+        prepared = drafter.prepare_for_decode(top_ks, committed, vocab_size=vocab_size)
+    else:
+        prepared = drafter.prepare_for_decode(at, committed, ledger.allocated[at], width_tokens=ledger.width_tokens)
+    return prepared
