@@ -1,0 +1,189 @@
+// Every kernel table this CPU can run against the plain C++ one: the same bits for random inputs.
+// Built by CMake as `octavo_kernel_test`; under qemu-user it is the test of the NEON kernels.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "octavo_native.h"
+#include "program.h"
+
+using namespace octavo;
+
+namespace {
+
+std::mt19937 generator(1);
+int failures = 0;
+
+float normal() { return std::normal_distribution<float>()(generator); }
+int below(int n) { return (int)(generator() % (unsigned)n); }
+uint16_t half(float x) {  // enough for normal numbers of moderate size
+  uint32_t b;
+  std::memcpy(&b, &x, 4);
+  return (uint16_t)(((b >> 16) & 0x8000u) | (uint16_t)((((b >> 23) & 255u) - 112u) << 10) | ((b >> 13) & 1023u));
+}
+
+std::vector<float> floats(int n, float size = 1.0f) {
+  std::vector<float> v((size_t)n);
+  for (auto& x : v) x = normal() * size;
+  return v;
+}
+
+template <class T>
+void same(const char* table, const char* what, const std::vector<T>& a, const std::vector<T>& b) {
+  if (a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T))) return;
+  std::printf("FAILED %s: %s\n", table, what);
+  failures++;
+}
+
+struct Quantised {
+  std::vector<int8_t> code;
+  std::vector<float> scale, scaled_sum;
+  std::vector<int32_t> sum;
+};
+
+Quantised quantise(const KernelTable& k, const std::vector<float>& x, int rows, int in) {
+  const size_t n = (size_t)rows * (size_t)in, g = n / kGroup;
+  Quantised q{std::vector<int8_t>(n), std::vector<float>(g), std::vector<float>(g), std::vector<int32_t>(g)};
+  for (int r = 0; r < rows; r++)
+    k.quantize(x.data() + r * in, in, q.code.data() + r * in, q.scale.data() + r * in / kGroup,
+               q.scaled_sum.data() + r * in / kGroup, q.sum.data() + r * in / kGroup);
+  return q;
+}
+
+void test_linear(const KernelTable& plain, const KernelTable& fast) {
+  for (int round = 0; round < 60; round++) {
+    const int kind = round % 4, out = 1 + below(60), in = kind < 2 ? 32 * (1 + below(8)) : 1 + below(200);
+    const int rows = 1 + below(13), groups = in / kGroup;
+    std::vector<uint8_t> codes((size_t)out * in);
+    for (auto& c : codes) c = (uint8_t)(kind == 0 ? below(16) : below(256));
+    std::vector<uint16_t> scale((size_t)out * groups), minimum(scale.size()), bf16((size_t)out * in);
+    for (auto& s : scale) s = half(normal() + 3.0f);
+    for (auto& m : minimum) m = half(normal() - 4.0f);
+    std::vector<float> dense = floats(out * in), bias = floats(out);
+    for (size_t i = 0; i < dense.size(); i++) plain.store_bf16(&dense[i], 1, &bf16[i]);
+    const bool with_minimum = kind == 0 || below(2);
+    void* w = octavo_weight(kind, out, in, codes.data(), scale.data(), with_minimum ? minimum.data() : nullptr,
+                            kind == 2 ? (const void*)bf16.data() : (const void*)dense.data(),
+                            below(2) ? bias.data() : nullptr);
+    const std::vector<float> x = floats(rows * in, 5.0f), residual = floats(rows * out);
+    std::vector<float> results[2], rows_of_table[2];
+    for (int t = 0; t < 2; t++) {
+      const KernelTable& k = t ? fast : plain;
+      LinearArgs a{};
+      a.w = (const Weight*)w;
+      a.rows = rows;
+      Quantised q;
+      if (kind < 2) {
+        q = quantise(k, x, rows, in);
+        a.q = {q.code.data(), q.scale.data(), q.scaled_sum.data(), q.sum.data(), in};
+      }
+      a.x = x.data();
+      a.ldx = in;
+      results[t].resize((size_t)rows * out);
+      a.out = results[t].data();
+      a.ldo = out;
+      if (round % 3 == 0) a.residual = residual.data(), a.ldr = out;
+      k.linear(a, 0, a.w->blocks);
+      rows_of_table[t].resize((size_t)in);
+      k.embed(*a.w, below(1) + out - 1, 1.5f, rows_of_table[t].data());
+    }
+    same(fast.name, "linear", results[0], results[1]);
+    same(fast.name, "embed", rows_of_table[0], rows_of_table[1]);
+    octavo_weight_free(w);
+  }
+}
+
+void test_rows(const KernelTable& plain, const KernelTable& fast) {
+  for (int round = 0; round < 100; round++) {
+    const int n = 1 + below(100), half_width = 1 + below(n);
+    std::vector<float> x = floats(2 * n, 6.0f), w = floats(2 * n);
+    if (round == 0) x.assign(x.size(), 0.0f);
+    std::vector<float> got[2];
+    std::vector<uint16_t> narrow[2];
+    for (int t = 0; t < 2; t++) {
+      const KernelTable& k = t ? fast : plain;
+      std::vector<float> y((size_t)(8 * n));
+      k.rms_norm(x.data(), w.data(), 1e-5f, n, y.data());
+      k.gated(x.data(), x.data() + n, n, 0, y.data() + n);
+      k.gated(x.data(), x.data() + n, n, 1, y.data() + 2 * n);
+      k.add(x.data(), w.data(), n, y.data() + 3 * n);
+      k.scale(x.data(), 0.3f, n, y.data() + 4 * n);
+      k.rope(x.data(), w.data(), w.data() + n, half_width / 2, n, y.data() + 5 * n);
+      std::memcpy(y.data() + 6 * n, x.data(), (size_t)n * 4);
+      k.softcap(y.data() + 6 * n, 3.0f, n);
+      int index = 0;
+      k.argmax(x.data(), n, y.data() + 7 * n, &index);
+      y[(size_t)(7 * n)] += (float)index;
+      narrow[t].resize((size_t)n);
+      k.store_bf16(x.data(), n, narrow[t].data());
+      got[t] = y;
+    }
+    same(fast.name, "rows", got[0], got[1]);
+    same(fast.name, "bf16", narrow[0], narrow[1]);
+  }
+}
+
+void test_attention(const KernelTable& plain, const KernelTable& fast) {
+  static AttnTile tile;
+  for (int round = 0; round < 80; round++) {
+    const int hd = 1 + below(140), queries = 1 + below(kTileQueries), first = below(40), shared = below(kSplit - first);
+    const bool bf16 = round % 2;
+    std::vector<float> wide = floats(2 * kSplit * hd, 2.0f), q = floats(queries * hd);
+    std::vector<uint16_t> narrow(wide.size());
+    plain.store_bf16(wide.data(), (int)wide.size(), narrow.data());
+    auto key = [&](int i) { return bf16 ? (const void*)(narrow.data() + i * hd) : (const void*)(wide.data() + i * hd); };
+    tile.queries = queries;
+    tile.head_dim = hd;
+    tile.bf16 = bf16;
+    tile.scale = 0.2f;
+    tile.first = first;
+    tile.shared = shared;
+    for (int i = 0; i < shared; i++) tile.k[i] = key(i), tile.v[i] = key(kSplit + i);
+    for (int r = 0; r < queries; r++) {
+      tile.q[r] = q.data() + r * hd;
+      tile.low[r] = first + below(shared + 1);
+      tile.high[r] = tile.low[r] + below(first + shared - tile.low[r] + 1);
+      tile.own_first[r] = first + shared;
+      tile.own[r] = round % 3 ? 0 : below(std::min(64, kSplit - first - shared) + 1);
+      for (int i = 0; i < tile.own[r]; i++) tile.ok[r][i] = key(kSplit - 1 - i), tile.ov[r][i] = key(2 * kSplit - 1 - i);
+    }
+    std::vector<float> got[2];
+    for (int t = 0; t < 2; t++) {
+      const KernelTable& k = t ? fast : plain;
+      std::vector<AttnState> state((size_t)queries), other((size_t)queries);
+      std::vector<float> acc((size_t)(queries * hd)), part(acc.size()), out(acc.size());
+      k.attend(tile, state.data(), acc.data());
+      std::swap(tile.q[0], tile.q[queries - 1]);
+      k.attend(tile, other.data(), part.data());
+      std::swap(tile.q[0], tile.q[queries - 1]);
+      for (int r = 0; r < queries; r++) {
+        k.combine(&state[(size_t)r], acc.data() + r * hd, other[(size_t)r], part.data() + r * hd, hd);
+        if (state[(size_t)r].sum > 0) k.finish(state[(size_t)r], acc.data() + r * hd, hd, out.data() + r * hd);
+      }
+      for (auto& s : state) out.push_back(s.max), out.push_back(s.sum);
+      got[t] = out;
+    }
+    same(fast.name, "attention", got[0], got[1]);
+  }
+}
+
+}  // namespace
+
+int main() {
+  const KernelTable& plain = *generic_kernels();
+  int tables = 0;
+  for (const char* name : {"generic", "avx2", "avx512", "neon"}) {
+    const KernelTable* fast = kernels_named(name);
+    if (!fast) continue;
+    test_linear(plain, *fast);
+    test_rows(plain, *fast);
+    test_attention(plain, *fast);
+    std::printf("%s: %s\n", name, failures ? "differs" : "the bits of plain C++");
+    tables++;
+  }
+  if (tables < 2) std::printf("only plain C++ runs here\n");
+  return failures ? 1 : 0;
+}
