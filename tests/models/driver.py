@@ -69,7 +69,11 @@ class Driver:
     def greedy(self, prompts: Sequence[Sequence[int]], count: int, chunk: int | None = None) -> list[list[int]]:
         """`count` greedy tokens for every prompt, prompts prefilled one by one, decoded together."""
         last = torch.cat([self.prefill(row, prompt, chunk)[-1:] for row, prompt in enumerate(prompts)])
-        out: list[list[int]] = [[] for _ in prompts]
+        return self.decode(last, count)
+
+    def decode(self, last: torch.Tensor, count: int) -> list[list[int]]:
+        """`count` greedy tokens for every row, from the hidden states [rows, H] of their newest tokens."""
+        out: list[list[int]] = [[] for _ in last]
         for step in range(count):
             tokens = self.network.argmax(last).tolist()
             for mine, token in zip(out, tokens, strict=True):

@@ -16,14 +16,14 @@ from tests.guard import no_device_sync
 from tests.models.driver import Driver, Pages
 from tests.tiny import RandomSource, config_of
 
+# Few layers: fake tensors cost a millisecond an operation, and layers of one kind are alike.
 CONFIGS: dict[str, ModelConfig] = {
-    "llama": config_of("llama"),
-    "mistral": config_of("sliding"),
-    "qwen2": config_of(architecture="qwen2", attention_bias=True, layer_windows=(None, None, 24, 24)),
-    "qwen3": config_of(architecture="qwen3", qk_norm=True, tie_embeddings=False),
-    "gemma3": config_of("gemma3", final_logit_softcap=30.0),
+    "llama": config_of("llama", num_layers=1),
+    "mistral": config_of("sliding", num_layers=1, layer_windows=(24,)),
+    "qwen2": config_of(architecture="qwen2", attention_bias=True, num_layers=2, layer_windows=(None, 24)),
+    "qwen3": config_of(architecture="qwen3", qk_norm=True, tie_embeddings=False, num_layers=1),
+    "gemma3": config_of("gemma3", final_logit_softcap=30.0, num_layers=2, layer_windows=(24, None)),
 }
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 def test_every_architecture_is_here() -> None:
@@ -66,16 +66,17 @@ def step(device: torch.device, lengths: list[int], starts: list[int], *, masked:
 
 
 STEPS = {
-    "prefill": ([200, 7], [0, 64], False),
+    "prefill": ([90, 7], [0, 64], False),
     "decode": ([1, 1, 1], [90, 5, 300], False),
-    "mixed": ([1, 1, 130, 3], [90, 5, 0, 40], False),
+    "mixed": ([1, 1, 30, 3], [90, 5, 0, 40], False),
     "tree verify": ([6, 6], [90, 300], True),
     "block": ([16], [31], True),
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("gemma3", torch.bfloat16)]
+)
 def test_forward_and_head_run_on_fake_cuda(name: str, dtype: torch.dtype) -> None:
     config = CONFIGS[name]
     with fake_cuda() as device:
@@ -84,7 +85,7 @@ def test_forward_and_head_run_on_fake_cuda(name: str, dtype: torch.dtype) -> Non
         kv = make_kv(network, Pages(64, 64), max_rows=8, width_pages=32, device=device)
         for lengths, starts, masked in STEPS.values():
             meta = step(device, lengths, starts, masked=masked)
-            hidden, features = network.forward(meta, kv, (0, 2, config.num_layers))
+            hidden, features = network.forward(meta, kv, (0, 1, config.num_layers))
             assert hidden.shape == (meta.num_tokens, config.hidden_size)
             assert features is not None and features.shape == (meta.num_tokens, 3 * config.hidden_size)
             assert hidden.dtype == features.dtype == dtype
