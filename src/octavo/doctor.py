@@ -1,14 +1,16 @@
 """`octavo doctor`: what this machine offers, which kernels run, whether their bits and their text are right.
 
-Three checks, each of which can fail:
+Four checks, each of which can fail:
 - rows: a token's hidden state has the same bits alone and in a step of any size, and chunked or not;
 - text: each token of a short greedy answer is (nearly) the first choice of the exact reference, which is float32
   torch operations on exactly dequantised weights;
+- perplexity: the weight format in use costs at most one per cent of perplexity on a fixed text;
 - books: the KV books close after it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -23,6 +25,8 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64)
 CHUNK_TOKENS = 48
 PROMPT = "The four seasons of the year are spring,"
 ANSWER_TOKENS = 24
+PERPLEXITY_TOKENS = 1024
+MAX_PERPLEXITY_CHANGE = 0.01
 MAX_LOGIT_SHORTFALL = 1.0  # how far a chosen token may be below the reference's best, in logits
 
 
@@ -101,6 +105,7 @@ def _environment() -> dict[str, str]:
 
 def _check_model(config: EngineConfig, report: Report, progress: Callable[[str], None]) -> None:
     from octavo import LLM, SamplingParams
+    from octavo.bench.workload import source_text
 
     given = {name: getattr(config, name) for name, opt in EngineConfig.options().items() if name != "model"}
     with LLM(config.model, **given) as llm:
@@ -108,9 +113,13 @@ def _check_model(config: EngineConfig, report: Report, progress: Callable[[str],
         progress("rows: the same bits in steps of every size")
         report.checks.append(check_rows(llm.core.runner.network, config.page_size))
         progress("text: a short answer against the exact reference")
+        reference = _reference(config)
         ids = list(llm.tokenizer.encode(PROMPT))
         result = llm.generate([ids], SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True))[0]
-        report.checks.append(check_text(config, ids, list(result.token_ids)))
+        report.checks.append(check_text(reference, config.page_size, ids, list(result.token_ids)))
+        progress("perplexity: the weight format against the exact reference")
+        text_ids = list(llm.tokenizer.encode(source_text()))[:PERPLEXITY_TOKENS]
+        report.checks.append(check_perplexity(llm.core.runner.network, reference, config.page_size, text_ids))
     report.checks.append(Check("books", True, "every page came back"))  # close() raises where they do not
 
 
@@ -145,23 +154,41 @@ def check_rows(network: Any, page_size: int) -> Check:
     return Check("rows", not different, detail)
 
 
-def check_text(config: EngineConfig, prompt_ids: list[int], answer_ids: list[int]) -> Check:
-    """Score the answer with the exact reference in one forward: is each token its first choice, or close to it?"""
-    import torch
-
+def _reference(config: EngineConfig) -> Any:
+    """The same model in float32 torch operations on exactly dequantised weights."""
     from octavo.bench.perplexity import network_of
-    from octavo.bench.scratch import chunk_step, scratch_pages
     from octavo.model.load import load_model
 
     loaded = load_model(config.model, cache_dir=config.cache_dir, accept_license=config.accept_license)
-    network = network_of(loaded, "exact", config.page_size)
+    return network_of(loaded, "exact", config.page_size)
+
+
+def check_text(reference: Any, page_size: int, prompt_ids: list[int], answer_ids: list[int]) -> Check:
+    """Score the answer with the exact reference in one forward: is each token its first choice, or close to it?"""
+    import torch
+
+    from octavo.bench.scratch import chunk_step, scratch_pages
+
     ids = [*prompt_ids, *answer_ids]
     with torch.inference_mode():
-        hidden, _ = network.forward(chunk_step(ids), scratch_pages(network, 1, len(ids), config.page_size))
-        logits = network.logits(hidden[len(prompt_ids) - 1 : -1])
+        hidden, _ = reference.forward(chunk_step(ids), scratch_pages(reference, 1, len(ids), page_size))
+        logits = reference.logits(hidden[len(prompt_ids) - 1 : -1])
     chosen = logits.gather(1, torch.tensor(answer_ids)[:, None])[:, 0]
     shortfall = logits.max(dim=1).values - chosen
     first = int((shortfall == 0).sum())
     worst = float(shortfall.max())
     detail = f"{first} of {len(answer_ids)} tokens are the reference's first choice; the worst is {worst:.3f} below it"
     return Check("text", worst <= MAX_LOGIT_SHORTFALL, detail)
+
+
+def check_perplexity(network: Any, reference: Any, page_size: int, ids: list[int]) -> Check:
+    """What the weight format costs on a fixed text."""
+    from octavo.bench.perplexity import score
+
+    values = []
+    for each in (network, reference):
+        nll, tokens = score(each, ids, page_size, lambda done, total: None)
+        values.append(math.exp(nll / tokens))
+    change = values[0] / values[1] - 1
+    detail = f"{values[0]:.4f} over {len(ids)} tokens, {change:+.2%} against exact dequantisation ({network.formats})"
+    return Check("perplexity", change <= MAX_PERPLEXITY_CHANGE, detail)

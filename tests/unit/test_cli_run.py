@@ -236,7 +236,7 @@ def test_doctor_checks_pass_and_keep_their_schema(model: Path) -> None:
     document = json.loads(done.stdout)
     matches_schema("doctor", document)
     assert document["healthy"] and done.returncode == 0, document["checks"]
-    assert [c["name"] for c in document["checks"]] == ["rows", "text", "books"]
+    assert [c["name"] for c in document["checks"]] == ["rows", "text", "perplexity", "books"]
 
 
 def test_doctor_sees_a_kernel_whose_bits_depend_on_the_rows() -> None:
@@ -290,3 +290,18 @@ def test_a_recorded_trace_is_replayed_on_other_pools(model: Path, tmp_path: Path
     assert "preemptions" in octavo("replay", trace).stdout
     bad = octavo("replay", model / "config.json")
     assert bad.returncode == 1 and "not an Octavo KV trace" in bad.stderr
+
+
+def test_doctor_sees_wrong_text_and_a_costly_format() -> None:
+    from octavo.doctor import check_perplexity, check_text
+    from tests.tiny import engine
+
+    core, other = engine(), engine(seed=1)
+    network, wrong = core.runner.network, other.runner.network
+    ids = [(7 * i + 3) % 250 for i in range(200)]
+    assert check_perplexity(network, network, 16, ids).passed
+    spoilt = [check_perplexity(network, wrong, 16, ids), check_perplexity(wrong, network, 16, ids)]
+    assert not all(check.passed for check in spoilt)
+    assert not check_text(network, 16, ids[:20], ids[20:40]).passed
+    core.close()
+    other.close()

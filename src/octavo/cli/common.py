@@ -57,7 +57,7 @@ def add_config_options(
         if opt.name in exclude or (wanted is not None and opt.name not in wanted):
             continue
         if opt.group not in groups:
-            groups[opt.group] = parser.add_argument_group(GROUP_TITLES[opt.group])
+            groups[opt.group] = parser.add_argument_group(GROUP_TITLES.get(opt.group, opt.group))
         shared: dict[str, Any] = {"dest": _PREFIX + opt.name, "default": argparse.SUPPRESS}
         text = f"{opt.help} (default: {opt.shown_default})".replace("%", "%%")
         if opt.boolean:
