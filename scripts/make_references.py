@@ -41,7 +41,8 @@ PROMPTS = [
     "Music theory begins with the observation that",
 ]
 _LINE = "Entry {}: the keeper counted {} sheets, folded {} of them and put the rest on shelf {}. "
-LONG_PROMPT = "".join(_LINE.format(i, 40 + 7 * i, 3 * i + 2, (i * i) % 11) for i in range(1, 40)) + "In summary, the keeper"
+_ENTRIES = "".join(_LINE.format(i, 40 + 7 * i, 3 * i + 2, (i * i) % 11) for i in range(1, 40))
+LONG_PROMPT = _ENTRIES + "In summary, the keeper"  # longer than Gemma's window of 512 tokens
 
 
 def load(path: Path) -> tuple[Any, Any]:

@@ -100,7 +100,7 @@ VARIANTS = {
 
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Any:
-    """Build variant `name`, save it under `folder` as transformers does, return the model (float32, eager attention)."""
+    """Build variant `name`, save it as transformers does, return the model (float32, eager attention)."""
     import transformers
 
     variant = VARIANTS[name]

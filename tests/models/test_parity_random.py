@@ -49,9 +49,7 @@ def kept(name: str) -> _Kept:
 
 
 def our_logits(config: ModelConfig, source: Any, ids: list[int], path: str, chunk: int = 37) -> torch.Tensor:
-    network = build_network(
-        (config, source), quantization="none", use_native=path == "native", page_size=16, threads=1
-    )
+    network = build_network((config, source), quantization="none", use_native=path == "native", page_size=16, threads=1)
     return network.logits(Driver(network, 1, 128).prefill(0, ids, chunk))
 
 

@@ -74,9 +74,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("gemma3", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("gemma3", torch.bfloat16)])
 def test_forward_and_head_run_on_fake_cuda(name: str, dtype: torch.dtype) -> None:
     config = CONFIGS[name]
     with fake_cuda() as device:

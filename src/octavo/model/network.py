@@ -16,9 +16,7 @@ from octavo.ops.meta import KVLayer, KVView, StepMeta
 from octavo.ops.torch_ops import TorchOps
 
 
-def build_ops(
-    device: torch.device, dtype: torch.dtype, *, use_native: bool, threads: int | None
-) -> tuple[Ops, bool]:
+def build_ops(device: torch.device, dtype: torch.dtype, *, use_native: bool, threads: int | None) -> tuple[Ops, bool]:
     """(operations, are they the compiled ones)."""
     if use_native and device.type == "cpu":
         from octavo.ops import native  # the module is optional: a package without a compiler has no library
@@ -59,9 +57,7 @@ class Network:
         self._head = self._embed if config.tie_embeddings else reader.table("lm_head.weight")
         self._norm = reader.vector("model.norm.weight")
         ropes: dict[bool, Any] = {}
-        self._layers = [
-            layer(reader, index, place, self._rope(ropes, place)) for index, place in enumerate(kv_layers)
-        ]
+        self._layers = [layer(reader, index, place, self._rope(ropes, place)) for index, place in enumerate(kv_layers)]
         self.weight_bytes = reader.weight_bytes
         self.formats = ", ".join(f"{kind} × {count}" for kind, count in sorted(reader.kinds.items()))
         self._programs: dict[tuple[int, ...], Program] = {}

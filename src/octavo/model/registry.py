@@ -125,9 +125,7 @@ def build_network(
     )
 
 
-def kv_page_bytes(
-    config: ModelConfig, page_size: int, kv_dtype: torch.dtype, draft_layers: int = 0
-) -> tuple[int, int]:
+def kv_page_bytes(config: ModelConfig, page_size: int, kv_dtype: torch.dtype, draft_layers: int = 0) -> tuple[int, int]:
     """Bytes of one page of the full pool (draft layers included) and of the sliding-window pool; 0 = no such pool."""
     places = place_layers(config.windows)
     sliding = sum(place.pool == "swa" for place in places)

@@ -10,6 +10,7 @@ one row at a time, is invariant by itself. (Design 04, Numerics.)
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -76,9 +77,15 @@ def batched_rows(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
     prepare_batched(inner, columns, kind)
     pieces = _pieces(rows, _agrees["bmm", kind, inner, columns, torch.get_num_threads()])
     if pieces[0][0] > 1:
-        return _in_pieces(a, lambda block: torch.bmm(block, b), pieces)
-    alone = [_in_pieces(a[i : i + 1], lambda block, i=i: torch.bmm(block, b[i : i + 1]), pieces) for i in range(len(a))]
+        return _in_pieces(a, partial(_bmm, b), pieces)
+    alone = []
+    for x, y in zip(a.split(1), b.split(1), strict=True):
+        alone.append(_in_pieces(x, partial(_bmm, y), pieces))
     return torch.cat(alone)
+
+
+def _bmm(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(a, b)
 
 
 def row_counts_that_agree(key: Hashable) -> dict[int, bool]:

@@ -174,9 +174,7 @@ class AttentionStep:
         page = slots // self.kv.page_size
         found = table[rows[:, None], page.clamp(0, table.shape[1] - 1)].long()
         seen = seen & ((found >= 0) & (page < table.shape[1]))[:, None, :]
-        return _Tile(
-            lo, hi, len(rows), found.clamp(min=0), slots % self.kv.page_size, seen.any(dim=1), seen
-        )
+        return _Tile(lo, hi, len(rows), found.clamp(min=0), slots % self.kv.page_size, seen.any(dim=1), seen)
 
 
 def _gather(pool: torch.Tensor, tile: _Tile) -> torch.Tensor:

@@ -73,9 +73,7 @@ class TorchProgram:
 class TorchTape:
     """One forward. Values are tensors [n, width] of the ops' dtype."""
 
-    def __init__(
-        self, ops: TorchOps, meta: StepMeta, kv: KVView | None, inputs: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, ops: TorchOps, meta: StepMeta, kv: KVView | None, inputs: Mapping[str, torch.Tensor]) -> None:
         self._ops, self._meta, self._inputs = ops, meta, inputs
         self._step = AttentionStep(meta, kv) if kv is not None else None
         self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
