@@ -1,0 +1,84 @@
+"""What this server's pages look like: compared at the handshake, and where they lie in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.disagg.protocol import VERSION, Layout, Region
+
+if TYPE_CHECKING:
+    from octavo.engine.setup import Parts
+    from octavo.model.load.loader import LoadedModel
+
+_PROBES = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+
+
+def fingerprint(loaded: LoadedModel) -> str:
+    """16 hex digits that tell models apart: the configuration, and the bits of a few tensors. Reads little."""
+    digest = hashlib.blake2b(repr(loaded.config).encode(), digest_size=8)
+    last = f"model.layers.{loaded.config.num_layers - 1}.mlp.down_proj.weight"
+    for name in (*_PROBES, last):
+        if name in loaded.tensors.names():
+            digest.update(loaded.tensors.tensor(name).contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def draft_identity(drafter: Any) -> str:
+    """A name for drafts that keep KV or a seed in what travels; "none" for the others."""
+    if drafter is None or not drafter.needs_draft_kv:
+        return "none"
+    digest = hashlib.blake2b(repr(drafter.config).encode(), digest_size=6)
+    digest.update(str(getattr(drafter, "identity", "")).encode())
+    return f"{drafter.name}-{digest.hexdigest()}"
+
+
+def layout_of(parts: Parts) -> Layout:
+    """The layout of built parts."""
+    network, ledger = parts.runner.network, parts.ledger
+    return Layout(
+        version=VERSION,
+        model=parts.model_name,
+        weights=str(parts.info.get("fingerprint", "")),
+        page_size=ledger.page_size,
+        kv_dtype=str(network.kv_dtype).removeprefix("torch."),
+        full_layers=network.full_layers + network.draft_kv_layers,
+        swa_layers=network.swa_layers,
+        kv_heads=network.config.num_kv_heads,
+        head_dim=network.config.head_dim,
+        window_tokens=ledger.config.window_tokens,
+        draft=draft_identity(parts.drafter),
+        byte_order=sys.byteorder,
+    )
+
+
+def regions_of(parts: Parts) -> dict[str, Region]:
+    """The pools that have bytes. A page is one contiguous block over all layers of its pool (page-first)."""
+    out = {}
+    for name in ("full", "swa"):
+        pool = getattr(parts.runner.kv, name)
+        if pool is not None:
+            out[name] = Region(pool.data_ptr(), pool.stride(0) * pool.element_size(), pool.shape[0])
+    return out
+
+
+def seed_bytes(drafter: Any, row: int) -> bytes | None:
+    """What a row's next proposal starts from, as float32 bytes; None for drafters without such a thing."""
+    export = getattr(drafter, "export_seed", None)
+    if export is None:
+        return None
+    values: np.ndarray = export(row).float().cpu().numpy()
+    return values.tobytes()
+
+
+def import_seed(drafter: Any, row: int, seed: bytes | None) -> None:
+    """Give a row the seed that `seed_bytes` made on another server."""
+    take = getattr(drafter, "import_seed", None)
+    if take is None or seed is None:
+        return
+    import torch
+
+    take(row, torch.from_numpy(np.frombuffer(seed, np.float32).copy()))

@@ -1,0 +1,1 @@
+"""Ways to move pages: Mooncake between processes, memory copies inside one."""
