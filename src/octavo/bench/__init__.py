@@ -1,1 +1,13 @@
 """`octavo bench`: this engine's speed, a peer's on the same work in the same run, perplexity of weight formats."""
+
+from __future__ import annotations
+
+# What --mode takes -> the value of --draft it stands for. `scripted` drafts are always wrong: what drafting costs.
+MODES = {
+    "plain": "none",
+    "ngram": "ngram",
+    "eagle3": "eagle3",
+    "dflash": "dflash",
+    "scripted": "scripted",
+    "best": "auto",
+}

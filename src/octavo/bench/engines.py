@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from octavo.bench import MODES
 from octavo.bench.workload import Case
 from octavo.cli.common import metrics_dict, open_llm
 from octavo.config import EngineConfig
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from octavo import LLM
 
 PEERS = {"llama.cpp": "llamacpp_peer.py", "vllm": "vllm_peer.py", "transformers": "transformers_peer.py"}
-MODES = {"plain": "none", "ngram": "ngram", "eagle3": "eagle3", "dflash": "dflash", "best": "auto"}
 
 
 @dataclass
@@ -54,9 +54,8 @@ class Ours:
     def __init__(self, mode: str, config: EngineConfig) -> None:
         if mode not in MODES:
             raise ConfigError("--mode", mode, f"allowed: {', '.join(MODES)}")
-        draft = MODES[mode] if config.draft in ("auto", "none") or mode == "plain" else config.draft
         self.mode, self.threads = mode, config.num_threads
-        self.config = config.replace(draft=draft, prefix_cache=False)
+        self.config = config.replace(draft=MODES[mode], prefix_cache=False)
         start = time.perf_counter()
         self.llm: LLM = open_llm(self.config, quiet=True)
         self.load_s = time.perf_counter() - start

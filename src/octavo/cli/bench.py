@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.bench import MODES
 from octavo.cli import common
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -29,7 +30,6 @@ EXAMPLES = [
     "octavo bench --server http://127.0.0.1:8000 --streams 1,8,32 --requests 200",
     "octavo bench --perplexity exact,auto,int8,int4 --perplexity-tokens 8192",
 ]
-MODES = ("plain", "ngram", "eagle3", "dflash", "best")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
