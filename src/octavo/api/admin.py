@@ -129,7 +129,7 @@ async def server_info(request: Request) -> dict[str, Any]:
         "draining": service.draining,
         "requests_in_flight": client.in_flight,
         "engine_restarts": client.restarts,
-        "disaggregation_mode": "null",
+        "disaggregation_mode": "null" if service.config.role == "both" else service.config.role,
         "tp_size": 1,
         "dp_size": 1,
         "engine": client.info,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from octavo.api import sse
-from octavo.api.convert import blame_field, chat_ids, chat_params, request_id_of
+from octavo.api.convert import blame_field, bootstrap_of, chat_ids, chat_params, request_id_of
 from octavo.api.logprobs import chat_logprobs
 from octavo.api.tally import Tally
 from octavo.api.tooling import ToolPlan, ToolReader, plan_tools
@@ -35,7 +35,8 @@ class Chat:
 
     async def start(self) -> None:
         self.tally.prompt(self.id, len(self.prompt))
-        self._call = self.service.submit(self.id, self.prompt, self.params, self.body.priority or 0)
+        bootstrap = bootstrap_of(self.body, self.service.config.role, self.params.n)
+        self._call = self.service.submit(self.id, self.prompt, self.params, self.body.priority or 0, bootstrap)
         try:
             await self._call.accepted()
         except BaseException as error:
@@ -48,7 +49,7 @@ class Chat:
         if self._call is not None:
             self._call.close()
 
-    async def _deltas(self) -> AsyncIterator[ChoiceDelta]:
+    async def _deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         if self._call is None:
             return
         try:
@@ -89,7 +90,7 @@ class Chat:
             out["metrics"] = self.tally.metrics()
         return out
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a role chunk a choice, deltas, a finish chunk a choice, the usage."""
         head = self._head("chat.completion.chunk")
         options = self.body.stream_options

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from octavo.api import sse
-from octavo.api.convert import blame_field, completion_params, completion_prompts, request_id_of
+from octavo.api.convert import blame_field, bootstrap_of, completion_params, completion_prompts, request_id_of
 from octavo.api.logprobs import CompletionLogprobs, merge_completion
 from octavo.api.merge import merged
 from octavo.api.tally import Tally
@@ -37,11 +37,15 @@ class Completion:
     async def start(self) -> None:
         """Submit every prompt. If one is refused, those before it are taken back."""
         many = len(self.prompts) > 1
+        bootstrap = bootstrap_of(self.body, self.service.config.role, self.params.n)
+        if many and bootstrap is not None:
+            raise RequestError("prompt: a prefill/decode pair takes one prompt a call", param="prompt")
         try:
             for number, ids in enumerate(self.prompts):
                 request_id = f"{self.id}-{number}" if many else self.id
                 self.tally.prompt(request_id, len(ids))
-                self.calls.append(self.service.submit(request_id, ids, self.params, self.body.priority or 0))
+                priority = self.body.priority or 0
+                self.calls.append(self.service.submit(request_id, ids, self.params, priority, bootstrap))
             for call in self.calls:
                 await call.accepted()
         except BaseException as error:
@@ -66,7 +70,7 @@ class Completion:
         """The whole answer."""
         n = self.params.n
         writers = self._writers()
-        choices = [
+        choices: list[dict[str, Any]] = [
             {"index": i, "text": self._echo[i // n], "logprobs": None, "finish_reason": None, "stop_reason": None}
             for i in range(len(self.prompts) * n)
         ]
@@ -95,7 +99,7 @@ class Completion:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.model,
                 "system_fingerprint": self.service.fingerprint}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         head = self._head("text_completion")
         options = self.body.stream_options

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.api.neutral import shown
 from octavo.api.schema import ChatRequest, CompletionRequest, Message, Sampled
 from octavo.api.tools import inline_tools, template_takes_tools
+from octavo.engine.request import Bootstrap
 from octavo.errors import RequestError
 from octavo.params import MAX_LOGPROBS, SamplingParams
 
@@ -138,6 +139,35 @@ def chat_ids(tokenizer: Tokenizer, body: Any, tools: list[dict[str, Any]] | None
         continue_final_message=bool(body.continue_final_message),
         **extra,
     )
+
+
+def bootstrap_of(body: Sampled, role: str, n: int) -> Bootstrap | None:
+    """Where the two halves of a prefill/decode pair meet for this request; None on a server of its own.
+
+    With several choices the router sends lists, one room a choice. Raises `RequestError` naming the field.
+    """
+    given = {name: getattr(body, name) for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")}
+    if role == "both":
+        name = next((name for name, value in given.items() if value is not None), None)
+        if name is not None:
+            raise RequestError(f"{name}: got {shown(given[name])}; it needs --role prefill or --role decode; allowed "
+                               "here: null", param=name, code="unsupported_value")
+        return None
+    if given["bootstrap_room"] is None:
+        return None  # the engine says what it needs
+    lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    for name, values in lists.items():
+        distinct = name == "bootstrap_room"
+        if not values or values[0] is None or (not distinct and len(set(values)) != 1):
+            raise RequestError(f"{name}: got {shown(given[name])}; one value is needed", param=name)
+    rooms = lists["bootstrap_room"]
+    if len(rooms) != n or len(set(rooms)) != n or not all(0 <= room < 2**63 for room in rooms):
+        raise RequestError(f"bootstrap_room: got {shown(given['bootstrap_room'])}; {n} distinct numbers from 0 to "
+                           "2^63 - 1 are needed, one a choice", param="bootstrap_room")
+    port = lists["bootstrap_port"][0]
+    if not 0 < port < 65536:
+        raise RequestError(f"bootstrap_port: got {port}; a port is needed", param="bootstrap_port")
+    return Bootstrap(lists["bootstrap_host"][0], port, rooms)
 
 
 def _speaks_of_tools(messages: list[dict[str, Any]]) -> bool:

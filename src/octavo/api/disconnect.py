@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.responses import Response
@@ -47,7 +47,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, blocks: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, blocks: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         """`close` frees what the blocks come from; it is called however the response ends, also before its start."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -74,4 +74,4 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": block, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await self._blocks.aclose()  # type: ignore[attr-defined]
+            await self._blocks.aclose()

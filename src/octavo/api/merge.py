@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from octavo.engine.messages import ChoiceDelta
 
 
-async def merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, ChoiceDelta]]:
+async def merged(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
     """(number of the call, delta) in order of arrival. The first error ends all; leaving early closes all calls."""
     if len(calls) == 1:
         try:

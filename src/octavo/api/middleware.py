@@ -82,7 +82,7 @@ class Gate:
 
 def _path(scope: MutableMapping[str, Any]) -> str:
     """The path without the prefix that a reverse proxy may have left on."""
-    root, path = scope.get("root_path", ""), scope["path"]
+    root, path = str(scope.get("root_path", "")), str(scope["path"])
     return path[len(root):] if root and path.startswith(root + "/") else path
 
 

@@ -39,8 +39,6 @@ def _typed(kind: type, words: str) -> Neutral:
     return Neutral(lambda value: isinstance(value, kind), f"it has no effect here; allowed: {words}")
 
 
-_ROUTER_ROLE = "it belongs to --role prefill and --role decode; allowed here: null"
-
 NEUTRAL: dict[str, Neutral] = {
     # OpenAI
     "best_of": _only(1),
@@ -100,14 +98,7 @@ NEUTRAL: dict[str, Neutral] = {
     "typical_p": _only(1.0),
     "mirostat": _only(0),
     "timings_per_token": _only(False),
-    # disaggregation
-    "bootstrap_host": Neutral(lambda value: False, _ROUTER_ROLE),
-    "bootstrap_port": Neutral(lambda value: False, _ROUTER_ROLE),
-    "bootstrap_room": Neutral(lambda value: False, _ROUTER_ROLE),
 }
-
-ROUTER_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
-
 
 def split_neutral(data: dict[str, Any], *, taken: frozenset[str] = frozenset()) -> dict[str, Any]:
     """`data` without its neutral fields. Raises `RequestError` where one has a value that would change something.

@@ -157,6 +157,9 @@ class Sampled(Top):
     request_id: str | None = Field(None, min_length=1, max_length=128, description="1 to 128 characters")
     rid: str | None = Field(None, min_length=1, max_length=128, description="another name of request_id")
     include_metrics: bool | None = Field(None, description="true: the answer carries `metrics`")
+    bootstrap_host: str | list[str] | None = Field(None, description="set by a router; needs --role")
+    bootstrap_port: int | list[int] | None = Field(None, description="set by a router; needs --role")
+    bootstrap_room: int | list[int] | None = Field(None, description="set by a router; needs --role; one a choice")
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from octavo.api.logprobs import TokenText
 from octavo.engine.client import EngineClient, EngineState, RequestStream
 from octavo.engine.handshake import unpack_tokenizer
 from octavo.engine.messages import ChoiceDelta
-from octavo.engine.request import EngineRequest
+from octavo.engine.request import Bootstrap, EngineRequest
 from octavo.errors import EngineDead, OctavoError
 from octavo.obs.metrics import ServerMetrics
 from octavo.obs.rates import Rates
@@ -94,11 +94,12 @@ class Service:
 
     # requests
 
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int) -> Call:
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int,
+               bootstrap: Bootstrap | None = None) -> Call:
         """Hand one prompt to the engine; await `call.accepted()` next. Raises `EngineDead` if there is none."""
         if self.draining:
             raise EngineDead("the server is stopping")
-        return Call(self, EngineRequest(request_id, prompt, params, time.monotonic(), priority))
+        return Call(self, EngineRequest(request_id, prompt, params, time.monotonic(), priority, bootstrap))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -160,10 +160,10 @@ class EngineLoop:
                 if outputs:
                     self.send(m.Outputs([delta_of(output) for output in outputs]))
 
-    def _patience_ms(self) -> float | None:
+    def _patience_ms(self) -> int | None:
         ask = getattr(self.core, "patience_s", None)
         patience_s = ask() if ask is not None else None
-        return None if patience_s is None else max(1.0, patience_s * 1000)
+        return None if patience_s is None else max(1, int(patience_s * 1000))
 
     def send(self, event: m.Event) -> None:
         self.events.send(m.encoder.encode(event))
