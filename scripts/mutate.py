@@ -205,6 +205,7 @@ def _child(folder: Path, files: list[str], select: str) -> None:
         os.dup2(quiet, 2)
         import pytest
 
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to load than most tests to fail
         os.environ["OCTAVO_LAW_MOVES"] = str(SIMULATED_MOVES)
         os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
         # An installed octavo may come with an import hook of its own: the mutant goes first.

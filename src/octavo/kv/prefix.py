@@ -228,7 +228,7 @@ class PrefixTree:
         self.swa_locks[pages] -= 1
         loose = pages[self.swa_locks[pages] == 0]
         self.evictable_swa += len(loose)
-        for node in set(self.swa_node[loose]):
+        for node in dict.fromkeys(self.swa_node[loose].tolist()):  # in order: what follows is reproducible
             self.swa_heap.push(node)
 
     # --- growth ------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class _Replay:
         self.ledger = Ledger(config, evict_policy=policy)
         self.by_row: dict[int, _Request] = {}  # row in the trace -> request
         self.waiting: list[_Request] = []
+        self.leased: dict[int, _Request] = {}  # the same, while its transfer is not final
         self.ops: dict[int, int] = {}
         self.preemptions = self.resumed = self.requests = self.violations = 0
         self.calls = 0
@@ -107,9 +108,7 @@ class _Replay:
         if request is None:
             return
         if request.row >= 0:
-            self.ledger.release(request.row)
-            if request.fill:
-                self.ledger.fail_transfer(request.row, request.generation)
+            self.ledger.release(request.row)  # of a row in transfer the lease remains
         if request in self.waiting:
             self.waiting.remove(request)
         self.resume()
@@ -130,21 +129,36 @@ class _Replay:
         self.by_row[call["row"]] = request
         try:
             got = self.ledger.preallocate(request.tokens, call["fill"], namespace=request.namespace)
-            request.row, request.generation, request.fill = got.row, got.generation, call["fill"]
         except (OutOfPages, OutOfRows):
             self.waiting.append(request)
+            return
+        request.row, request.generation, request.fill = got.row, got.generation, call["fill"]
+        self.leased[call["row"]] = request
 
     def on_land(self, call: dict[str, Any]) -> None:
-        for request in self.live([call["row"]]):
+        if (request := self.leased.pop(call["row"], None)) is not None:
             self.ledger.land(request.row, request.generation)
             request.fill = 0
 
     def on_fail_transfer(self, call: dict[str, Any]) -> None:
-        for request in self.live([call["row"]]):
-            self.ledger.fail_transfer(request.row, request.generation)
-        self.by_row.pop(call["row"], None)
+        self.forget(call["row"])
+        if (request := self.leased.get(call["row"])) is not None:
+            self.ledger.fail_transfer(request.row, request.generation, final=call["final"])
+            if call["final"]:
+                del self.leased[call["row"]]
 
-    on_quarantine = on_fail_transfer
+    def on_quarantine(self, call: dict[str, Any]) -> None:
+        self.forget(call["row"])
+        if (request := self.leased.pop(call["row"], None)) is not None:
+            self.ledger.quarantine(request.row, request.generation)
+
+    def on_end_quarantine(self, call: dict[str, Any]) -> None:
+        self.ledger.end_quarantine()
+
+    def forget(self, row: int) -> None:
+        request = self.by_row.pop(row, None)
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     def on_reset_cache(self, call: dict[str, Any]) -> None:
         self.ledger.reset_cache()
