@@ -28,6 +28,7 @@ EXTRA_OF = {
     "pydantic": "server",
     "llguidance": "grammar",
     "mooncake": "disagg",
+    "mooncake": "disagg",
     "ray": "cluster",
 }
 
