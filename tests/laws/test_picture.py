@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 from octavo.kv import picture
@@ -20,6 +21,14 @@ def busy():
     lost = ledger.preallocate(tokens(3, 70), 3)
     ledger.quarantine(lost.row, lost.generation)
     return ledger
+
+
+def test_pictures_are_as_they_were() -> None:
+    """Every coordinate counts: after a wanted change, look at the new picture and store it."""
+    report = busy().report()
+    golden = Path(__file__).parent / "golden"
+    assert picture.svg(report) == (golden / "books.svg").read_text()
+    assert picture.text(report) + "\n" == (golden / "books.txt").read_text()
 
 
 def titles(root: ElementTree.Element) -> list[str]:
