@@ -74,13 +74,14 @@ def rss_bytes(server: Server) -> int:
     return 4096 * sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
 
 
-def test_memory_is_flat(busy: Server) -> None:
-    """Median resident memory of the last quarter of 600 requests within 2 % of the second quarter's."""
+@pytest.mark.parametrize("requests", [600, pytest.param(2400, marks=pytest.mark.soak)])
+def test_memory_is_flat(busy: Server, requests: int) -> None:
+    """Median resident memory of the last quarter of the requests within 2 % of the second quarter's."""
     samples: list[int] = []
 
     async def run() -> None:
         async with httpx.AsyncClient(timeout=120) as client:
-            for start in range(0, 600, 20):
+            for start in range(0, requests, 20):
                 bodies = (body_of(n) | {"max_tokens": 4} for n in range(start, start + 20))
                 await asyncio.gather(*(answer(client, busy.url, body) for body in bodies))
                 samples.append(rss_bytes(busy))

@@ -157,3 +157,27 @@ def test_listens_on_loopback_only(server: Server) -> None:
     addresses = {fields[1].split(":")[0] for fields in listening
                  if fields[3] == "0A" and int(fields[1].split(":")[1], 16) == port}  # fmt: skip
     assert addresses == {"0100007F"}
+
+
+def test_no_outgoing_connections(server: Server) -> None:
+    """No telemetry: neither process holds a connection to anything but loopback, after serving a request."""
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+    for pid in (server.process.pid, server.engine_pid()):
+        inodes = {
+            link.removeprefix("socket:[").rstrip("]")
+            for fd in Path(f"/proc/{pid}/fd").iterdir()
+            if (link := _link(fd)).startswith("socket:[")
+        }
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                remote = fields[2].split(":")[0]
+                loopback = ("0100007F", "00000000", "0" * 32, "0000000000000000FFFF00000100007F")
+                assert fields[9] not in inodes or remote in loopback, line
+
+
+def _link(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except OSError:
+        return ""

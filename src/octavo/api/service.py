@@ -17,6 +17,7 @@ from octavo.engine.handshake import unpack_tokenizer
 from octavo.engine.messages import ChoiceDelta
 from octavo.engine.request import Bootstrap, EngineRequest
 from octavo.errors import EngineDead, OctavoError
+from octavo.obs import traces
 from octavo.obs.metrics import ServerMetrics
 from octavo.obs.rates import Rates
 
@@ -112,6 +113,7 @@ class Call:
         self.request = request
         self.stream: RequestStream = service.client.submit(request)
         self._metrics, self._rates = service.metrics, service.rates
+        self._span = traces.begin(request.request_id, len(request.prompt_token_ids), request.params.n)
         self._last_s: dict[int, float] = {}
         self._open = request.params.n
 
@@ -136,6 +138,7 @@ class Call:
             for _ in range(self._open):
                 self._metrics.count_finish("abort")
         self._open = 0
+        self._span.end()
         self.stream.close()
 
     def _observe(self, delta: ChoiceDelta) -> None:
@@ -152,6 +155,7 @@ class Call:
             self._open -= 1
             self._metrics.count_finish(delta.finish_reason or "stop")
             self._metrics.observe("e2e_request_latency_seconds", now - self.request.arrival_s)
+            self._span.choice(delta.index, delta.finish_reason, delta.metrics)
             logger.debug("%s[%d] ended: %s, %d prompt tokens, %.3f s", self.request.request_id, delta.index,
                          delta.finish_reason, len(self.request.prompt_token_ids), now - self.request.arrival_s)
             for name in ("queue", "prefill", "decode"):

@@ -28,6 +28,7 @@ from octavo.engine.handshake import describe, pack_tokenizer
 from octavo.engine.output import TokenLogprob
 from octavo.engine.request import ChoiceOutput
 from octavo.errors import OctavoError
+from octavo.obs import logs
 
 BEAT_INTERVAL_S = 0.5
 DEFAULT_CORE = "octavo.engine.core:EngineCore"
@@ -249,6 +250,9 @@ def _serve(boot: Boot, wake: int) -> int:
     commands.connect(boot.command_address)
     heart = Heart(context, boot.event_address)
     heart.start()
+    level = getattr(boot.config, "log_level", None)  # a library call leaves logging to its program
+    if level is not None:
+        logs.configure(level, as_json=boot.config.log_json)
     try:
         core = _load_core(boot)
         ready = m.Ready(builtins_of(describe(core)), pack_tokenizer(core.tokenizer))

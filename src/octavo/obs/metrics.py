@@ -134,7 +134,7 @@ class ServerMetrics(Collector):
                     metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
                     yield metric
                 continue
-            value = self.finished if spec.stem == "request_success_total" else self.snapshot.values.get(spec.source or "")
+            value = self.snapshot.values.get(spec.source) if spec.source is not None else self.finished
             if value is not None:
                 yield _metric(spec, value)
 
