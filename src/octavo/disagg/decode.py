@@ -361,6 +361,10 @@ class DecodeSide:
                                          p.prompt_digest(request.tokens[:fill])))
         return True
 
+    def computed(self, request: Request, token: int | None, logprobs: list[TokenLogprob] | None) -> bool:
+        """Hook of the core behind a prompt chunk: a retracted request is recomputed here and kept."""
+        return False
+
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def left(self, request: Request, reason: str, error: OctavoError | None) -> None:

@@ -262,7 +262,7 @@ class PrefillSide:
         if offer is not None:
             self._match(offer, peer, want)
         elif want.room in self._tombstones:
-            self._hub.send(peer, p.Gone(want.room, want.attempt, "the room has ended; nothing is replayed", 410))
+            self._hub.send(peer, p.Gone(want.room, want.attempt, "it has ended on the prefill server already"))
         elif len(self._orphans) >= ORPHAN_LIMIT:
             self._hub.send(peer, p.Gone(want.room, want.attempt, "too many rooms without a request", 503))
         else:

@@ -3,7 +3,7 @@
 Faults are set on the `Wire`, which all transports of a process share:
 
     hold        reads stay pending; `release` performs them later (a late write)
-    fail_after  so many copies succeed, then the read fails; nothing is written afterwards
+    fail_after  so many copies of all reads succeed, every later one fails; nothing is written afterwards
     lose        the read never says how it ended; `release` still performs it
 """
 
@@ -24,6 +24,7 @@ class Wire:
         self.lose = False
         self.fail_after: int | None = None
         self.reads = 0
+        self.copied = 0
         self._held: list[tuple[Ticket, Sequence[Copy], Callable[[], None]]] = []
 
     @property
@@ -49,14 +50,15 @@ class Wire:
         return len(held)
 
     def _perform(self, ticket: Ticket, copies: Sequence[Copy], final: Callable[[], None]) -> None:
-        for number, copy in enumerate(copies):
-            if self.fail_after is not None and number >= self.fail_after:
-                ticket.error = f"failed behind {number} copies"
+        for copy in copies:
+            if self.fail_after is not None and self.copied >= self.fail_after:
+                ticket.error = f"failed behind {self.copied} copies"
                 ticket.status = Status.FAILED
                 final()
                 return
             ctypes.memmove(copy.target, copy.source, copy.size_bytes)
             ticket.moved_bytes += copy.size_bytes
+            self.copied += 1
         if ticket.status is Status.PENDING:
             ticket.status = Status.DONE
         final()
