@@ -48,7 +48,7 @@ def visible_slots(meta: StepMeta, token: int, window_tokens: int | None) -> list
     sequence = int(meta.q_seq[token])
     start, position = int(meta.kv_start[sequence]), int(meta.positions[token])
     if meta.mask is None:
-        slots = range(int(meta.write_slots[token]) + 1)
+        slots = list(range(int(meta.write_slots[token]) + 1))
     else:
         bits = int(meta.mask[token]) & (2**64 - 1)
         slots = [*range(start), *(start + j for j in range(64) if bits >> j & 1)]

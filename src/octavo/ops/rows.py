@@ -51,7 +51,8 @@ def linear_rows(x: torch.Tensor, key: Hashable, product: Product, out_features: 
     if x.shape[0] == 0:
         return product(x)
     if x.device.type != "cpu":
-        return _in_pieces(x, product, _fixed_pieces(x.shape[0], CUDA_ROWS))
+        exact = x.dtype == torch.float32  # bf16 is not promised to be deterministic there, and is to be fast
+        return _in_pieces(x, product, _fixed_pieces(x.shape[0], CUDA_ROWS)) if exact else product(x)
     threads = torch.get_num_threads()
     if (key, threads) not in _agrees:  # the number of threads was changed since
         prepare_linear(key, product, x.shape[1], out_features, x.dtype)
@@ -79,8 +80,8 @@ def batched_rows(a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
     if pieces[0][0] > 1:
         return _in_pieces(a, partial(_bmm, b), pieces)
     alone = []
-    for x, y in zip(a.split(1), b.split(1), strict=True):
-        alone.append(_in_pieces(x, partial(_bmm, y), pieces))
+    for i in range(len(a)):
+        alone.append(_in_pieces(a[i : i + 1], partial(_bmm, b[i : i + 1]), pieces))
     return torch.cat(alone)
 
 

@@ -107,7 +107,7 @@ class TorchTape:
         return weight.linear(x)
 
     def split(self, x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        return x.split(list(widths), dim=-1)
+        return torch.split(x, list(widths), dim=-1)
 
     def concat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts), dim=-1)

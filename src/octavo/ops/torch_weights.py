@@ -82,7 +82,8 @@ class Int4Weight:
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales_and_zeros)
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales_and_zeros)
+        return y
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         raise TypeError("an int4 matrix cannot serve as an embedding table: keep the table int8 or dense")
