@@ -28,7 +28,6 @@ EXTRA_OF = {
     "pydantic": "server",
     "llguidance": "grammar",
     "mooncake": "disagg",
-    "mooncake": "disagg",
     "ray": "cluster",
 }
 
