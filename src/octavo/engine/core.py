@@ -60,7 +60,8 @@ class EngineCore:
                 settle_first=parts.drafter is not None and parts.drafter.needs_host_tokens,
             ),
             parts.ledger,
-            self._fail,
+            on_fail=self._fail,
+            on_leave=parts.runner.end,
         )
         self._requests: dict[str, list[Request]] = {}
         self._inflight: StepHandle | None = None

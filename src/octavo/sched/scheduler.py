@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.engine.request import Request, State
-from octavo.errors import NeverFits, OutOfPages
+from octavo.errors import NeverFits, OctavoError, OutOfPages
 from octavo.kv.books import OutOfRows
 from octavo.kv.ledger import Ledger
 from octavo.kv.sizing import DecodeReserve
@@ -47,7 +47,15 @@ class SettleFirst(Exception):
 class Scheduler:
     """Owns the queue and the running set; the ledger owns every length."""
 
-    def __init__(self, config: SchedulerConfig, ledger: Ledger, on_fail: Callable[[Request, Exception], None]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ledger: Ledger,
+        *,
+        on_fail: Callable[[Request, OctavoError], None],
+        on_leave: Callable[[int], None],
+    ) -> None:
+        """`on_fail` ends a request that cannot go on; `on_leave` hears of a row whose request was retracted."""
         self.config = config
         self.ledger = ledger
         self.waiting: list[Request] = []  # sorted by Request.order
@@ -56,6 +64,7 @@ class Scheduler:
         self.busy_elsewhere: Callable[[], bool] = lambda: False  # rows or pages will come back without a step
         self.preemptions = 0
         self._on_fail = on_fail
+        self._on_leave = on_leave
         self._started: deque[Request] = deque()  # admitted since the last launch: the core prepares their rows
 
     # -- queue ---------------------------------------------------------------------------------------------------
@@ -245,6 +254,8 @@ class Scheduler:
         self.ledger.release(request.row, known)
         self.running.remove(request)
         if request in self._started:
-            self._started.remove(request)
+            self._started.remove(request)  # the runner has not heard of it yet
+        else:
+            self._on_leave(request.row)
         request.detach(State.WAITING)
         self.enqueue(request)
