@@ -223,3 +223,12 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     with pytest.raises(NeverFits):
         core.ledger.can_ever_fit(99, 4000, 200)
     core.close()
+
+
+def test_three_hundred_requests_at_once() -> None:
+    core = engine(page_size=16, max_running=32, overlap=True)
+    given = prompts(300, seed=12, low=3, high=12)
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    answers = run(core, [(p, short) for p in given])
+    assert all(len(answer) == 4 for answer in answers)
+    assert answers[7] == solo("llama", given[7], short)
