@@ -16,14 +16,18 @@ import argparse
 import ast
 import copy
 import fnmatch
+import itertools
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +66,7 @@ class Mutant:
     file: str
     key: str  # file::function::change::occurrence — does not move when lines are added elsewhere
     line: int
-    source: str
+    number: int  # among the mutants of its file
 
 
 # --- making mutants ----------------------------------------------------------------------------------------------
@@ -139,30 +143,43 @@ def _typing_only(node: ast.If) -> bool:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    text = path.read_text()
-    tree = ast.parse(text)
+    """All mutants of a file, not written out yet."""
     seen: dict[str, int] = {}
     made: list[Mutant] = []
-    for function, node, parent, field, index in sites(tree):
-        for change, replacement in changes(node):
-            name = f"{path.name}::{function}::{change}"
-            seen[name] = seen.get(name, 0) + 1
-            put = replacement if replacement is not None else ast.Pass()
-            value = getattr(parent, field)
-            if index is None:
-                setattr(parent, field, put)
-            else:
-                value[index] = put
-            source = ast.unparse(ast.fix_missing_locations(tree))
-            if index is None:
-                setattr(parent, field, node)
-            else:
-                value[index] = node
-            made.append(Mutant(path.name, f"{name}::{seen[name]}", getattr(node, "lineno", 0), source))
+    for number, (node, _, _, _, function, change, _) in enumerate(spoiled(ast.parse(path.read_text()))):
+        name = f"{path.name}::{function}::{change}"
+        seen[name] = seen.get(name, 0) + 1
+        made.append(Mutant(path.name, f"{name}::{seen[name]}", getattr(node, "lineno", 0), number))
     return made
 
 
+def spoiled(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST, str, int | None, str, str, ast.AST | None]]:
+    """(node, parent, field, index, function, change, replacement) of every mutant, always in the same order."""
+    for function, node, parent, field, index in sites(tree):
+        for change, replacement in changes(node):
+            yield node, parent, field, index, function, change, replacement
+
+
+def source_of(mutant: Mutant) -> str:
+    tree = ast.parse((PACKAGE / mutant.file).read_text())
+    _, parent, field, index, _, _, replacement = next(itertools.islice(spoiled(tree), mutant.number, None))
+    put = replacement if replacement is not None else ast.Pass()
+    if index is None:
+        setattr(parent, field, put)
+    else:
+        getattr(parent, field)[index] = put
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
 # --- running them ------------------------------------------------------------------------------------------------
+
+
+def snapshot(folder: Path) -> None:
+    """Work on a copy of the sources: whoever edits them meanwhile does not change what is tested."""
+    global PACKAGE
+    shutil.copytree(PACKAGE, folder / "kv")
+    shutil.copy(PACKAGE.parent / "errors.py", folder / "errors.py")
+    PACKAGE = folder / "kv"
 
 
 def overlay(mutant: Mutant, folder: Path) -> None:
@@ -173,7 +190,7 @@ def overlay(mutant: Mutant, folder: Path) -> None:
     (folder / "octavo" / "errors.py").symlink_to(PACKAGE.parent / "errors.py")
     for file in PACKAGE.glob("*.py"):
         if file.name == mutant.file:
-            (kv / file.name).write_text(mutant.source)
+            (kv / file.name).write_text(source_of(mutant))
         else:
             (kv / file.name).symlink_to(file)
 
@@ -258,6 +275,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="JSON file of outcomes: finished mutants are not run again")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="stop starting mutants after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
     args = parser.parse_args()
     files = sorted(p for p in PACKAGE.glob("*.py") if p.stem != "__init__" and (not args.files or p.name in args.files))
     mutants = [mutant for file in files for mutant in mutants_of(file)]
@@ -270,22 +288,31 @@ def main() -> int:
     import numpy  # noqa: F401
     import pytest  # noqa: F401
 
+    with tempfile.TemporaryDirectory(prefix="octavo-kv") as folder:
+        snapshot(Path(folder))
+        return run_all(mutants, args.results, args.limit_s, args.jobs)
+
+
+def run_all(mutants: list[Mutant], results: Path | None, limit_s: float, jobs: int) -> int:
+    """Run every mutant, print the outcome; the exit status."""
     patterns = listed_survivors()
-    outcomes: dict[str, str] = json.loads(args.results.read_text()) if args.results and args.results.exists() else {}
+    outcomes: dict[str, str] = json.loads(results.read_text()) if results and results.exists() else {}
     start = time.monotonic()
-    for number, mutant in enumerate(mutants, 1):
-        if mutant.key in outcomes or time.monotonic() - start > args.limit_s:
-            continue
-        if is_listed(mutant, patterns):
-            outcomes[mutant.key] = "listed"
-        else:
-            outcomes[mutant.key] = "survived" if survives(mutant) else "killed"
-        if outcomes[mutant.key] == "survived":
-            print(f"survived: {mutant.file}:{mutant.line} {mutant.key}", flush=True)
-        if args.results:
-            args.results.write_text(json.dumps(outcomes, indent=0))
-        if number % 50 == 0:
-            print(f"{number} of {len(mutants)}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    left = [mutant for mutant in mutants if mutant.key not in outcomes]
+    outcomes.update({mutant.key: "listed" for mutant in left if is_listed(mutant, patterns)})
+    left = [mutant for mutant in left if mutant.key not in outcomes]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        for number, (mutant, alive) in enumerate(zip(left, pool.map(survives, left), strict=True), 1):
+            outcomes[mutant.key] = "survived" if alive else "killed"
+            if alive:
+                print(f"survived: {mutant.file}:{mutant.line} {mutant.key}", flush=True)
+            if results:
+                results.write_text(json.dumps(outcomes, indent=0))
+            if number % 50 == 0:
+                print(f"{number} of {len(left)}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            if time.monotonic() - start > limit_s:
+                pool.shutdown(cancel_futures=True)
+                break
     found = [outcomes.get(mutant.key, "not run") for mutant in mutants]
     print(f"{len(mutants)} generated, {found.count('killed')} killed, {found.count('listed')} listed", end="")
     print("".join(f", {found.count(word)} {word}" for word in ("survived", "not run") if word in found))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.errors import ConfigError, LawViolation, NeverFits, OutOfPages
+from octavo.kv.books import Table
 from octavo.kv.ledger import Ledger, LedgerConfig, OutOfRows
 from octavo.kv.sizing import DecodeReserve
 from tests.laws.helpers import commit, make, ok, pages, prefill, sliding, tokens
@@ -599,6 +600,32 @@ def test_the_log_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, columns, values = ledger.take_table_updates("full")
     copy[rows, columns] = values
     assert (copy == ledger.full_table).all() and got.row == 0
+
+
+def test_sweeping_the_log_is_amortised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.kv.books.LOG_LIMIT", 16)
+    sweeps: list[int] = []
+    unique = np.unique
+    monkeypatch.setattr("octavo.kv.books.np.unique", lambda cells: sweeps.append(len(cells)) or unique(cells))
+    table = Table(1, 4096)
+    for column in range(4096):
+        table.write(0, column, column + 1, column)
+    assert 7 <= len(sweeps) <= 12, "each sweep is twice as far away as the last one"
+    assert table.take_updates()[1].tolist() == list(range(4096))
+    sweeps.clear()
+    for column in range(16):
+        table.write(0, column, column + 1, 5)
+    assert not sweeps and table._logged == 16
+    table.write(0, 3, 4, 6)
+    assert sweeps == [17] and table._logged == 16 and table._limit == 48
+
+
+def test_a_table_sends_one_change_without_sorting() -> None:
+    table = Table(2, 8)
+    table.write_cells(np.array([1, 0]), np.array([2, 5]), np.array([7, 8], np.int32))
+    assert [part.tolist() for part in table.take_updates()] == [[1, 0], [2, 5], [7, 8]]
+    table.write(1, 3, 3, 9)
+    assert [part.tolist() for part in table.take_updates()] == [[], [], []]
 
 
 def test_views_cannot_be_written() -> None:

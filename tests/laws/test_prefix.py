@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
-from octavo.kv.policy import load_policy
+from octavo.kv.heap import EvictionHeap
+from octavo.kv.policy import LeastRecentlyUsed, load_policy
 from tests.laws.helpers import commit, make, ok, pages, prefill, sliding, tokens
 
 
@@ -152,6 +155,17 @@ def test_least_recently_used_leaf_goes_first() -> None:
     ok(ledger)
 
 
+def test_publishing_is_a_use() -> None:
+    ledger = make(full_pages=12)
+    a, b = prefill(ledger, tokens(9)), prefill(ledger, tokens(9, 20))
+    ledger.publish(b.row, tokens(9, 20))
+    ledger.publish(a.row, tokens(9))
+    for row in (a.row, b.row):
+        ledger.release(row)
+    ledger.tree.evict_full(2)
+    assert (cached(ledger, tokens(9)), cached(ledger, tokens(9, 20))) == (8, 0)
+
+
 def test_leaves_go_before_their_parents_and_locked_ones_stay() -> None:
     ledger = make(full_pages=10)
     a = prefill(ledger, tokens(9), publish=True)
@@ -191,6 +205,36 @@ def test_the_queue_does_not_grow_with_history() -> None:
     assert len(ledger.tree.full_heap) <= 2 * ledger.tree.num_nodes + 1024
     assert ledger.tree.evict_full(1) == 1 and cached(ledger, tokens(9, 0)) == 4
     ok(ledger)
+
+
+class Leaf:
+    """As much of a node as the queue reads."""
+
+    def __init__(self, last_use: int) -> None:
+        self.last_use, self.full_stamp, self.parent = last_use, 0, object()
+
+
+def queue(entries: int) -> tuple[EvictionHeap, list[Leaf]]:
+    """A queue of so many entries, of 600 leaves, 100 of which have gone; the others' last entry is the current one."""
+    rng = random.Random(entries)
+    heap, leaves = EvictionHeap("full", LeastRecentlyUsed()), [Leaf(0) for _ in range(600)]
+    for number in range(entries):
+        leaf = leaves[number % 600]
+        leaf.last_use = rng.randrange(10_000)
+        heap.push(leaf)
+    for leaf in leaves[:100]:
+        leaf.parent = None
+    return heap, leaves[100:]
+
+
+@pytest.mark.parametrize(("entries", "live", "left"), [(1800, 388, 1800), (1800, 387, 500), (1799, 387, 500)])
+def test_stale_entries_are_swept_when_they_outnumber_the_nodes(entries: int, live: int, left: int) -> None:
+    heap, leaves = queue(entries)
+    heap.compact(live)
+    assert len(heap) == left
+    popped = [heap.pop(lambda leaf: leaf.parent is not None) for _ in leaves]
+    assert [leaf.last_use for leaf in popped] == sorted(leaf.last_use for leaf in leaves)
+    assert heap.pop(lambda leaf: leaf.parent is not None) is None
 
 
 def test_a_policy_chooses_the_victim() -> None:

@@ -53,6 +53,70 @@ def test_replay_under_pressure_preempts_and_everybody_finishes(tmp_path: Path, s
     assert got["peak_pages"]["full"] <= ledger.width_pages
 
 
+def write_trace(path: Path, *calls: dict, **config: int) -> None:
+    sizes = {
+        "page_size": 4,
+        "full_pages": 8,
+        "max_rows": 4,
+        "context_tokens": 64,
+        "largest_reserve_tokens": 4,
+        **config,
+    }
+    lines = [{"octavo_trace": 1, "config": sizes}, *calls]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def admit(row: int, count: int, start: int = 0) -> list[dict]:
+    return [
+        {"call": "admit", "tokens": tokens(count, start), "namespace": None, "row": row, "cached": 0},
+        {"call": "extend", "row": row, "upto": count},
+        {"call": "commit", "rows": [row], "committed": [count]},
+    ]
+
+
+@pytest.mark.parametrize("ending", ["release", "fail_transfer", "quarantine"])
+def test_a_request_that_never_fitted_does_not_linger(tmp_path: Path, ending: str) -> None:
+    arrive = {"call": "preallocate", "tokens": tokens(40, 50), "fill": 40, "namespace": None, "row": 1}
+    write_trace(
+        tmp_path / "trace", *admit(0, 20), arrive, {"call": ending, "row": 1, "final": True},
+        {"call": "release", "row": 0}, {"call": "plan", "rows": [], "reserve": 1},
+    )  # fmt: skip
+    got = replay(tmp_path / "trace")
+    assert (got["requests"], got["resumed"], got["waiting_at_end"]) == (2, 0, 0)
+
+
+def test_a_transfer_that_did_not_fit_is_computed_later(tmp_path: Path) -> None:
+    arrive = {"call": "preallocate", "tokens": tokens(30, 50), "fill": 30, "namespace": None, "row": 1}
+    write_trace(
+        tmp_path / "trace", *admit(0, 20), arrive, {"call": "land", "row": 1}, {"call": "release", "row": 0},
+        {"call": "plan", "rows": [1], "reserve": 2},
+    )  # fmt: skip
+    got = replay(tmp_path / "trace")
+    assert (got["resumed"], got["waiting_at_end"], got["peak_pages"]) == (1, 0, {"full": 8})
+
+
+def test_the_one_with_the_fewest_outputs_is_preempted(tmp_path: Path) -> None:
+    """Rows 0 and 1 fill the pool; row 0 has written three tokens, row 1 one; row 1 waits until row 0 ends."""
+    calls = [*admit(0, 12), *admit(1, 12, 50)]
+    calls += [{"call": "plan", "rows": [0, 1], "reserve": 4}]
+    calls += [{"call": "commit", "rows": [0, 1], "committed": [15, 13]}]
+    calls += [{"call": "plan", "rows": [0, 1], "reserve": 4}, {"call": "commit", "rows": [0, 1], "committed": [18, 16]}]
+    calls += [{"call": "publish", "row": 0, "tokens": tokens(19)}, {"call": "release", "row": 0}]
+    calls += [{"call": "plan", "rows": [1], "reserve": 4}, {"call": "release", "row": 1}]
+    write_trace(tmp_path / "trace", *calls)
+    got = replay(tmp_path / "trace")
+    assert (got["preemptions"], got["resumed"], got["waiting_at_end"], got["violations"]) == (1, 1, 0, 0)
+    assert got["calls"] == len(calls) and got["peak_pages"] == {"full": 8} and got["hits"] == 0
+
+
+def test_the_books_are_checked_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[bool] = []
+    monkeypatch.setattr("octavo.kv.replay.balance.check", lambda ledger, deep=True: checks.append(deep) or ["broken"])
+    write_trace(tmp_path / "trace", *admit(0, 12), *[{"call": "plan", "rows": [0], "reserve": 1}] * 130)
+    assert replay(tmp_path / "trace")["violations"] == 3
+    assert checks == [False, False, True]
+
+
 def test_replay_with_another_policy(tmp_path: Path) -> None:
     record(tmp_path / "trace", Setup(16, 40, True))
     got = replay(tmp_path / "trace", num_pages=12, evict_policy="examples.evict_policy:Popular")
