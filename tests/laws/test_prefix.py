@@ -34,6 +34,34 @@ def test_whole_pages_only_and_the_first_difference_ends_it() -> None:
         assert cached(ledger, changed) == at // 4 * 4
 
 
+def test_a_match_does_not_jump_over_pages() -> None:
+    """A B, then C below it: A C shares A alone, though C is a child of the node that holds A."""
+    ledger = make()
+    a, b, c = tokens(4), tokens(4, 10), tokens(4, 20)
+    got = prefill(ledger, [*a, *b, 1], publish=True)
+    ledger.extend(got.row, 13)
+    commit(ledger, got, 13)
+    ledger.publish(got.row, [*a, *b, *c, 1])
+    assert ledger.tree.num_nodes == 2
+    assert cached(ledger, [*a, *c, *c, 1]) == 4 and cached(ledger, [*a, *b, *c, 1]) == 12
+    assert cached(ledger, [*c, *c, 1]) == 0
+    other = ledger.admit([*a, *c, 1])
+    assert pages(ledger, other.row) == pages(ledger, got.row)[:1]
+    ok(ledger)
+
+
+def test_hits_count_the_requests_that_reused_a_node() -> None:
+    ledger = make()
+    ledger.release(prefill(ledger, tokens(9), publish=True).row)
+    (node,) = ledger.tree.nodes()
+    assert (node.hits, node.locks) == (0, 0)
+    for _ in range(2):
+        ledger.release(ledger.admit(tokens(9)).row)
+    assert (node.hits, node.locks) == (2, 0)
+    ledger.admit(tokens(6))  # splits it: both halves keep what was counted, one is used once more
+    assert sorted(n.hits for n in ledger.tree.nodes()) == [2, 3]
+
+
 def test_pair_keys_need_the_next_token() -> None:
     """Draft KV at i depends on token i+1: the page [0, 4) is named by tokens 0 … 4."""
     ledger = make(key_mode="pair")

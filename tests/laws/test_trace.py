@@ -95,6 +95,14 @@ def test_a_transfer_that_did_not_fit_is_computed_later(tmp_path: Path) -> None:
     assert (got["resumed"], got["waiting_at_end"], got["peak_pages"]) == (1, 0, {"full": 8})
 
 
+def test_waiting_requests_go_on_with_the_next_plan(tmp_path: Path) -> None:
+    arrive = {"call": "preallocate", "tokens": tokens(28, 50), "fill": 28, "namespace": None, "row": 0}
+    failed = {"call": "fail_transfer", "row": 0, "final": True}
+    write_trace(tmp_path / "trace", arrive, *admit(1, 12), failed, {"call": "plan", "rows": [1], "reserve": 2})
+    got = replay(tmp_path / "trace")
+    assert (got["requests"], got["preemptions"], got["resumed"], got["waiting_at_end"]) == (2, 1, 1, 0)
+
+
 def test_the_one_with_the_fewest_outputs_is_preempted(tmp_path: Path) -> None:
     """Rows 0 and 1 fill the pool; row 0 has written three tokens, row 1 one; row 1 waits until row 0 ends."""
     calls = [*admit(0, 12), *admit(1, 12, 50)]
