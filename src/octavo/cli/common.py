@@ -29,6 +29,7 @@ EXTRA_OF = {
     "llguidance": "grammar",
     "mooncake": "disagg",
     "ray": "cluster",
+    "sglang_router": "cluster",
 }
 
 GROUP_TITLES = {

@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "octavo.cli.generate",
     "chat": "octavo.cli.chat",
     "serve": "octavo.cli.serve",
+    "cluster": "octavo.cli.cluster",
     "bench": "octavo.cli.bench",
     "pull": "octavo.cli.pull",
     "models": "octavo.cli.models",
