@@ -45,6 +45,14 @@ class Trio:
             calls = [pool.submit(s.post, path, body, timeout=timeout_s) for s in (self.prefill, decode or self.decode)]
             return calls[0].result(), calls[1].result()
 
+    def until(self, phase: str, *, side: str = "prefill", timeout_s: float = 30.0) -> None:
+        """Wait until a room of one side is in `phase`."""
+        server = self.prefill if side == "prefill" else self.decode
+        deadline = time.monotonic() + timeout_s
+        while phase not in (seen := server.get("/kv.json").json()["disaggregation"]["rooms"]):
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.02)
+
     def check_at_rest(self, timeout_s: float = 20.0) -> None:
         """Nothing runs, nothing is leased or held, no law was broken; quarantined pages are allowed and counted."""
         alive = [s for s in (self.prefill, *self.decodes) if s.process.poll() is None]

@@ -158,7 +158,7 @@ def test_decode_killed(tmp_path: Path, alone: list[str]) -> None:
                 "bootstrap_port": servers.bootstrap_port, "bootstrap_room": 99_001}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(s.post, "/v1/completions", body) for s in (servers.prefill, servers.decode)]
-            time.sleep(0.4)
+            servers.until("computing")
             kill_tree(servers.decode)
             assert calls[0].result().status_code in (200, 502)
         other = servers.decodes[1]
@@ -176,7 +176,7 @@ def test_prefill_stopped_for_forty_seconds(tmp_path: Path, alone: list[str]) -> 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(s.post, "/v1/completions", body, timeout=90)
                      for s in (servers.prefill, servers.decode)]
-            time.sleep(0.5)
+            servers.until("computing")
             kill_tree(servers.prefill, signal.SIGSTOP)
             started = time.monotonic()
             answer = calls[1].result()

@@ -380,13 +380,14 @@ class DecodeSide:
         if was in (Phase.ARRIVED, Phase.PREALLOCATING):
             self._line.remove(room)
             self.tally.count(_cause(reason, error))
+            if was is Phase.PREALLOCATING:  # it waits to be asked: nobody will
+                self._hub.send(room.peer, p.Drop(room.room, 0, _why(reason, error)))
         elif was in (Phase.TRANSFERRING, Phase.WAITING):
             del self._moving[room.room, room.attempt]
             self.tally.count(_cause(reason, error))
             room.ended_s = now
             self._draining.append(room)
-            why = "aborted" if reason == "abort" else str(error) if error is not None else reason
-            self._hub.send(room.peer, p.Drop(room.room, room.attempt, why))
+            self._hub.send(room.peer, p.Drop(room.room, room.attempt, _why(reason, error)))
             self._changed = True
 
     def _expire(self, now: float) -> None:
@@ -426,6 +427,10 @@ def _gone(gone: p.Gone) -> OctavoError:
     error = HandoverFailed(f"room {gone.room}: {gone.reason}")
     error.status, error.code = gone.status, gone.code
     return error
+
+
+def _why(reason: str, error: OctavoError | None) -> str:
+    return "aborted" if reason == "abort" else str(error) if error is not None else reason
 
 
 def _cause(reason: str, error: OctavoError | None) -> str:

@@ -252,6 +252,9 @@ class PrefillSide:
             self._wanted(peer, message)
         elif isinstance(message, p.Drop):
             offer = self._of(peer, message.room, message.attempt)
+            if offer is None and message.attempt == 0:  # it was still in line over there
+                offer = self._rooms.get(message.room)
+                offer = offer if offer is not None and offer.phase is Phase.ARRIVED else None
             if offer is not None:
                 self._core.fail(offer.request, HandoverFailed(f"the decode server ended the room: {message.reason}"))
         elif isinstance(message, p.Read):

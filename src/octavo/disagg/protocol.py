@@ -88,7 +88,7 @@ class Read(msgspec.Struct, tag="read", array_like=True):
 
 
 class Drop(msgspec.Struct, tag="drop", array_like=True):
-    """The decode side has ended the room: stop computing. Pages stay until `Read`."""
+    """The decode side has ended the room: stop computing. Pages stay until `Read`. Attempt 0: it was never wanted."""
 
     room: int
     attempt: int

@@ -191,7 +191,7 @@ class ZmqHub:
             if peer.reached and age_s > SILENT_S:
                 self._down(name, f"no sign of life for {age_s:.1f} s", final=self._refuses(name))
             elif not peer.reached and age_s > CONNECT_S:
-                self._down(name, f"not reachable within {CONNECT_S:g} s", final=True)
+                self._down(name, f"not reachable within {CONNECT_S:g} s", final=self._refuses(name))
             else:
                 self._dispatch(name, Beat())
         for name, until_s in list(self._suspects.items()):
