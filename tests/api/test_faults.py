@@ -236,3 +236,10 @@ def test_probes_answer_while_the_model_loads(tmp_path: Path) -> None:
         early = server.post("/v1/completions", {"prompt": "x"})
         assert early.status_code == 503 and "loading" in early.json()["error"]["message"]
         wait_ready(server)
+
+
+def test_stop_signal_while_the_model_loads(tmp_path: Path) -> None:
+    with running(tmp_path, wait=False, env={"OCTAVO_TEST_LOAD_S": "60"}) as server:
+        until_status(server, "/health", 200, 30.0)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(8) == 0

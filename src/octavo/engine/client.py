@@ -171,13 +171,14 @@ class EngineClient:
             raise self.death or EngineDead("the engine process is gone")
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the engine: politely first, by SIGKILL after `timeout_s`. In-flight streams end with `EngineDead`."""
+        """Stop the engine: politely if it listens, by SIGKILL after `timeout_s`. Streams in flight end with
+        `EngineDead`."""
         if self.state is EngineState.CLOSED:
             return
         was, self.state = self.state, EngineState.CLOSED
         self._fail_all(EngineDead("the server is stopping"))
         process = self._process
-        if process is not None and process.poll() is None and was is not EngineState.SILENT:
+        if process is not None and process.poll() is None and was is EngineState.READY:
             self._send(m.Shutdown())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, timeout_s)
