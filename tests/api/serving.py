@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
+# What the server promises, with slack for a machine that runs other tests at the same time.
+IDLE_S = 4.0  # pages of clients that left are free (promised: 2 s)
+NOTICED_S = 8.0  # a dead engine shows in /health and /ready (promised: 5 s)
 TINY = "tests.api.cores:tiny"
 _LAUNCH = (
     "import pickle, sys; from octavo.api.server import serve; "

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.api.serving import Server, running
+from tests.api.serving import IDLE_S, Server, running
 
 LONG = {"prompt": "long", "max_tokens": 400, "ignore_eos": True}
 
@@ -42,7 +42,7 @@ def test_leaving_frees_the_pages(slow: Server, stream: bool) -> None:
         thread.start()
         wait_running(slow, 2)
         thread.join()
-    assert slow.wait_idle() < 2.0
+    assert slow.wait_idle() < IDLE_S
     pool = slow.get("/kv.json").json()["pools"]["full"]
     assert pool["held"] == pool["leased"] == 0
     assert slow.metric("request_success_total") == aborted + 2
@@ -67,7 +67,7 @@ def test_leaving_before_the_answer_begins(slow: Server) -> None:
             connection.sendall(head.encode() + b"\r\n" + body.content)
             time.sleep(delay_s)
     time.sleep(0.2)
-    assert slow.wait_idle() < 2.0
+    assert slow.wait_idle() < IDLE_S
 
 
 def test_abort_request_ends_the_stream(slow: Server) -> None:
@@ -78,7 +78,7 @@ def test_abort_request_ends_the_stream(slow: Server) -> None:
         assert slow.post("/abort_request", {"rid": "to-be-aborted"}).json() == {"aborted": 1}
         rest = "\n".join(lines)
     assert '"finish_reason":"abort"' in rest and rest.rstrip().endswith("data: [DONE]")
-    assert slow.wait_idle() < 2.0
+    assert slow.wait_idle() < IDLE_S
 
 
 def test_abort_all(slow: Server) -> None:
@@ -144,8 +144,8 @@ def test_a_slow_reader_holds_up_nobody(slow: Server) -> None:
         time.sleep(0.3)  # and never read
         started = time.monotonic()
         answer = slow.post("/v1/completions", {"prompt": "quick", "max_tokens": 10, "ignore_eos": True})
-        assert answer.status_code == 200 and time.monotonic() - started < 3.0
-    assert slow.wait_idle() < 2.0
+        assert answer.status_code == 200 and time.monotonic() - started < 6.0, "450 tokens of the other take 9 s"
+    assert slow.wait_idle() < IDLE_S
 
 
 def test_a_tenth_leaving_at_random(slow: Server) -> None:
@@ -169,6 +169,6 @@ def test_a_tenth_leaving_at_random(slow: Server) -> None:
 
     ends = asyncio.run(crowd())
     assert ends.count("left") == 6 and ends.count("served") >= 40
-    assert slow.wait_idle() < 2.0
+    assert slow.wait_idle() < IDLE_S
     pool = slow.get("/kv.json").json()["pools"]["full"]
     assert pool["held"] == pool["leased"] == 0

@@ -18,7 +18,7 @@ import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from tests.api.serving import ROOT, Server, free_port, running, stop, wait_ready
+from tests.api.serving import NOTICED_S, ROOT, Server, free_port, running, stop, wait_ready
 
 SLOW = {"OCTAVO_TEST_STEP_S": "0.02"}
 LONG = {"prompt": "long", "max_tokens": 400, "ignore_eos": True}
@@ -75,7 +75,7 @@ def test_killed_engine_fails_what_is_in_flight_and_ends_the_server(tmp_path: Pat
     with running(tmp_path, env=SLOW) as server:
         load = Load(server)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert until_status(server, "/health", 503, 5.0) < 5.0
+        until_status(server, "/health", 503, NOTICED_S)
         assert server.get("/ready").status_code == 503
         refused = server.post("/v1/completions", LONG)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
@@ -89,7 +89,7 @@ def test_killed_engine_is_started_again(tmp_path: Path) -> None:
         load = Load(server)
         first = server.engine_pid()
         os.kill(first, signal.SIGKILL)
-        until_status(server, "/ready", 503, 5.0)
+        until_status(server, "/ready", 503, NOTICED_S)
         assert load.join() == ["engine_dead"] * 4
         until_status(server, "/ready", 200, 60.0)
         assert server.engine_pid() != first
@@ -104,7 +104,7 @@ def test_stopped_engine_is_noticed_and_replaced(tmp_path: Path) -> None:
         load = Load(server)
         first = server.engine_pid()
         os.kill(first, signal.SIGSTOP)
-        assert until_status(server, "/health", 503, 5.0) <= 5.0
+        until_status(server, "/health", 503, NOTICED_S)
         assert server.get("/ready").status_code == 503
         assert load.join() == ["engine_dead"] * 4
         until_status(server, "/ready", 200, 90.0)
@@ -116,9 +116,9 @@ def test_engine_that_was_stopped_briefly_goes_on(tmp_path: Path) -> None:
     with running(tmp_path, env=SLOW) as server:
         pid = server.engine_pid()
         os.kill(pid, signal.SIGSTOP)
-        until_status(server, "/health", 503, 6.0)
+        until_status(server, "/health", 503, NOTICED_S)
         os.kill(pid, signal.SIGCONT)
-        until_status(server, "/ready", 200, 5.0)
+        until_status(server, "/ready", 200, NOTICED_S)
         assert server.engine_pid() == pid
         assert server.post("/v1/completions", {"prompt": "again", "max_tokens": 3}).status_code == 200
 
@@ -127,11 +127,11 @@ def test_stop_signal_lets_running_requests_finish(tmp_path: Path) -> None:
     with running(tmp_path, env=SLOW, shutdown_timeout_s=30) as server:
         load = Load(server)
         server.process.send_signal(signal.SIGTERM)
-        until_status(server, "/ready", 503, 2.0)
+        until_status(server, "/ready", 503, NOTICED_S)
         late = server.post("/v1/completions", LONG)
         assert late.status_code == 503
         assert load.join() == ["complete", "complete", "length", "length"]
-        assert server.process.wait(10) == 0
+        assert server.process.wait(20) == 0
 
 
 def test_stop_signal_cuts_off_what_takes_too_long(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_stop_signal_cuts_off_what_takes_too_long(tmp_path: Path) -> None:
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0
-        assert time.monotonic() - started < 8.0
+        assert time.monotonic() - started < 12.0
         assert load.join() == ["abort", "abort", "complete", "complete"]
 
 
@@ -242,4 +242,4 @@ def test_stop_signal_while_the_model_loads(tmp_path: Path) -> None:
     with running(tmp_path, wait=False, env={"OCTAVO_TEST_LOAD_S": "60"}) as server:
         until_status(server, "/health", 200, 30.0)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(8) == 0
+        assert server.process.wait(15) == 0

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Server, running
+from tests.api.serving import IDLE_S, Server, running
 
 CLIENTS = 200
 PROMPTS = 20
@@ -63,7 +63,7 @@ def test_200_clients(busy: Server) -> None:
     earlier = statistics.mean(first for _, first in crowd[: CLIENTS // 4])
     later = statistics.mean(first for _, first in crowd[-CLIENTS // 4 :])
     assert earlier <= later * 1.25, "first come, first served"
-    assert busy.wait_idle() < 2.0
+    assert busy.wait_idle() < IDLE_S
     pool = busy.get("/kv.json").json()["pools"]["full"]
     assert pool["held"] == pool["leased"] == 0
 

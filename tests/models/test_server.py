@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from octavo.engine.process import DEFAULT_CORE
-from tests.api.serving import Server, running
+from tests.api.serving import IDLE_S, Server, running
 
 pytestmark = pytest.mark.models
 
@@ -185,6 +185,6 @@ def test_200_streaming_clients(smol: Server) -> None:
             assert text == solo[number % len(prompts)], number
 
     asyncio.run(run())
-    assert smol.wait_idle() < 2.0
+    assert smol.wait_idle() < IDLE_S
     pool = smol.get("/kv.json").json()["pools"]["full"]
     assert pool["held"] == pool["leased"] == 0
