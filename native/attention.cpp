@@ -29,10 +29,7 @@ Visible visible(const octavo_run& run, int64_t token, int64_t sequence, int wind
 void AttnPlan::build(const octavo_run& run, int threads) {
   items_.clear();
   const int group = heads / kv_heads;
-  int widest = std::min(group, kTileQueries);
-  // one short sequence: spread its heads one by one, or a thread would wait for another's three
-  if (run.tokens * kv_heads < 2 * threads) widest = 1;
-  const int tile_tokens = widest < group ? 1 : std::max(1, kTileQueries / group);
+  const int widest = std::min(group, kTileQueries), tile_tokens = std::max(1, kTileQueries / group);
   int splits = 0;
   for (int64_t s = 0; s < run.sequences; s++) {
     for (int64_t t = run.q_indptr[s]; t < run.q_indptr[s + 1]; t += tile_tokens) {
@@ -152,7 +149,11 @@ int AttnPlan::run_chunk(const octavo_run& run, const AttnOp& op, const KernelTab
                         float* out, int64_t ldo, int index, Scratch& s) {
   const int hd = op.head_dim;
   const size_t need = (size_t)kTileQueries * (size_t)hd;
-  if (s.acc.size() < need) s.acc.resize(need), s.part_acc.resize(need);
+  if (s.acc.size() < need) {
+    s.acc.resize(need);
+    s.part_acc.resize(need);
+    s.turned.resize((size_t)kTurnedKeys * (size_t)hd);
+  }
   const int which = by_split_ ? split_item_[(size_t)index] : index;
   const Item& item = items_[(size_t)which];
   const int queries = item.tokens * item.heads;
@@ -165,7 +166,7 @@ int AttnPlan::run_chunk(const octavo_run& run, const AttnOp& op, const KernelTab
     const int split = item.split_begin + index - item.partial, splits = item.split_end - item.split_begin;
     if (splits > 0) {
       flags |= load(run, op, item, split, s);
-      k.attend(s.tile, state, acc);
+      k.attend(s.tile, s.turned.data(), state, acc);
     } else {
       for (int r = 0; r < queries; r++) state[r] = {-INFINITY, 0.0f};
     }
@@ -181,7 +182,7 @@ int AttnPlan::run_chunk(const octavo_run& run, const AttnOp& op, const KernelTab
   for (int r = 0; r < queries; r++) s.state[r] = {-INFINITY, 0.0f};
   for (int split = item.split_begin; split < item.split_end; split++) {
     flags |= load(run, op, item, split, s);
-    k.attend(s.tile, s.part, s.part_acc.data());
+    k.attend(s.tile, s.turned.data(), s.part, s.part_acc.data());
     for (int r = 0; r < queries; r++)
       k.combine(s.state + r, s.acc.data() + (size_t)r * hd, s.part[r], s.part_acc.data() + (size_t)r * hd, hd);
   }

@@ -29,7 +29,7 @@ class AttnPlan {
   struct Scratch {  // one per thread
     AttnTile tile;
     AttnState state[kTileQueries], part[kTileQueries];
-    std::vector<float> acc, part_acc;
+    std::vector<float> acc, part_acc, turned;
   };
 
   void reserve(int head_dim);

@@ -103,7 +103,10 @@ struct Fp32Tile {
 };
 
 // Rows in tiles of at most kTileRows; the last tiles are evened out (5 = 3 + 2 costs less than 4 + 1).
-constexpr int kTileRows = 4;
+#if !defined(OCTAVO_TILE)
+#define OCTAVO_TILE 6
+#endif
+constexpr int kTileRows = OCTAVO_TILE;
 
 template <class Tile>
 inline void over_rows(const LinearArgs& a, int block_begin, int block_end) {
@@ -116,7 +119,9 @@ inline void over_rows(const LinearArgs& a, int block_begin, int block_end) {
         case 1: Tile::template run<1>(a, block, row); break;
         case 2: Tile::template run<2>(a, block, row); break;
         case 3: Tile::template run<3>(a, block, row); break;
-        default: Tile::template run<4>(a, block, row); break;
+        case 4: Tile::template run<4>(a, block, row); break;
+        case 5: Tile::template run<5>(a, block, row); break;
+        default: Tile::template run<6>(a, block, row); break;
       }
       row += take;
     }
@@ -159,10 +164,12 @@ void quantize(const float* x, int in, int8_t* code, float* scale, float* scaled_
     const float top = f_maximum(f_max(f_abs(a), f_abs(b)));
     const float d = top / 127.0f;
     const F inverse = f_set(top > 0.0f ? 127.0f / top : 0.0f), limit = f_set(127.0f), floor = f_set(-127.0f);
-    f_to_int8(f_max(f_min(f_mul(a, inverse), limit), floor), code);
-    f_to_int8(f_max(f_min(f_mul(b, inverse), limit), floor), code + 16);
-    int32_t total = 0;
-    for (int i = 0; i < kGroup; i++) total += code[i];
+    const F magic = f_set(12582912.0f);  // adding it rounds to the nearest integer, ties to even
+    const F low = f_sub(f_add(f_max(f_min(f_mul(a, inverse), limit), floor), magic), magic);
+    const F high = f_sub(f_add(f_max(f_min(f_mul(b, inverse), limit), floor), magic), magic);
+    f_to_int8(low, code);
+    f_to_int8(high, code + 16);
+    const int32_t total = (int32_t)f_sum(f_add(low, high));  // whole numbers: exact
     scale[g] = d;
     sum[g] = total;
     scaled_sum[g] = d * (float)total;
@@ -288,71 +295,77 @@ inline F load_kv_n(const void* p, int d, int lanes) {
   return f_bf16(t);
 }
 
-// Scores of R queries with K keys; per score sixteen lanes over the head. `to[r * 8 + j]` gets the lanes of key j.
-template <int R, int K, bool Bf16>
-inline void score_lanes(const float* const* q, const void* const* k, int head_dim, F* to) {
-  P s[R][K][kParts];
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < K; j++)
-      for (int h = 0; h < kParts; h++) s[r][j][h] = p_zero();
-  int d = 0;
-  for (; d + 16 <= head_dim; d += 16) {
-#pragma GCC unroll 4
-    for (int h = 0; h < kParts; h++) {
-      P x[K];
-#pragma GCC unroll 4
-      for (int j = 0; j < K; j++)
-        x[j] = Bf16 ? p_bf16((const uint16_t*)k[j] + d + h * (16 / kParts)) : p_load((const float*)k[j] + d + h * (16 / kParts));
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        const P y = p_load(q[r] + d + h * (16 / kParts));
-#pragma GCC unroll 4
-        for (int j = 0; j < K; j++) s[r][j][h] = p_fma(y, x[j], s[r][j][h]);
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int j = 0; j < K; j++) {
-      F sum = p_join(s[r][j]);
-      if (d < head_dim)
-        sum = f_fma(load_lanes(q[r] + d, head_dim - d), load_kv_n<Bf16>(k[j], d, head_dim - d), sum);
-      to[r * 8 + j] = sum;
-    }
-}
-
-template <int R, int K, bool Bf16>
-inline void score8(const float* const* q, const void* const* k, int head_dim, float* out, int64_t ldo) {
-  F lanes[R * 8];
-  for (int j = 0; j < 8; j += K) score_lanes<R, K, Bf16>(q, k + j, head_dim, lanes + j);
-  for (int r = 0; r < R; r++) f_sum8(lanes + r * 8, out + r * ldo);
-}
+// Keys kKeys at a time, turned so that a vector holds one element of the head for sixteen keys: a score is then one
+// chain of multiply-adds over the head in its order, whatever the vector width and however many queries share the work.
+constexpr int kKeys = kTurnedKeys;
 
 template <bool Bf16>
-inline void scores(const float* const* q, int queries, const void* const* k, int keys, int head_dim, float* out,
-                   int64_t ldo) {
-  for (int i = 0; i < keys; i += 8) {
-    const void* last[8];
-    const void* const* eight = k + i;
-    alignas(32) float t[3][8];
-    const bool partial = keys - i < 8;
-    if (partial) {
-      for (int j = 0; j < 8; j++) last[j] = k[i + j < keys ? i + j : keys - 1];
-      eight = last;
+inline void turn_keys(const void* const* k, int keys, int head_dim, float* to) {  // to[group][d][16]
+  for (int g = 0; g < keys; g += 16, to += 16 * head_dim) {
+    const void* rows[16];
+    for (int j = 0; j < 16; j++) rows[j] = k[g + j < keys ? g + j : keys - 1];
+    int d = 0;
+#if defined(__AVX2__)
+    for (; d + 8 <= head_dim; d += 8) {
+      turn8<Bf16>(rows, d, to + 16 * d);
+      turn8<Bf16>(rows + 8, d, to + 16 * d + 8);
     }
+#endif
+    for (; d < head_dim; d++)
+      for (int j = 0; j < 16; j++)
+        to[16 * d + j] = Bf16 ? bf16_to_float(((const uint16_t*)rows[j])[d]) : ((const float*)rows[j])[d];
+  }
+}
+
+// R queries with G groups of sixteen turned keys
+template <int R, int G>
+inline void score_tile(const float* const* q, const float* turned, int head_dim, float* out, int64_t ldo) {
+  F s[R][G];
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < G; g++) s[r][g] = f_set(0.0f);
+  const float* t = turned;
+  for (int d = 0; d < head_dim; d++, t += 16) {
+    F x[G];
+#pragma GCC unroll 2
+    for (int g = 0; g < G; g++) x[g] = f_load(t + (int64_t)g * 16 * head_dim);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const F y = f_set(q[r][d]);
+#pragma GCC unroll 2
+      for (int g = 0; g < G; g++) s[r][g] = f_fma(y, x[g], s[r][g]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < G; g++) f_store(out + r * ldo + 16 * g, s[r][g]);
+}
+
+// Writes scores of keys 0 … keys-1 and, up to the next multiple of sixteen, some that mean nothing.
+template <bool Bf16>
+inline void scores(const float* const* q, int queries, const void* const* k, int keys, int head_dim, float* turned,
+                   float* out, int64_t ldo) {
+  for (int i = 0; i < keys; i += kKeys) {
+    const int strip = keys - i < kKeys ? keys - i : kKeys, groups = (strip + 15) / 16;
+    turn_keys<Bf16>(k + i, strip, head_dim, turned);
     for (int r = 0; r < queries;) {
-      const int take = queries - r >= 3 ? 3 : queries - r;
-      float* to = partial ? t[0] : out + r * ldo + i;
-      const int64_t ld = partial ? 8 : ldo;
-      if (take == 3)
-        score8<3, 2, Bf16>(q + r, eight, head_dim, to, ld);
-      else if (take == 2)
-        score8<2, 2, Bf16>(q + r, eight, head_dim, to, ld);
-      else
-        score8<1, 4, Bf16>(q + r, eight, head_dim, to, ld);
-      if (partial)
-        for (int s = 0; s < take; s++) std::memcpy(out + (r + s) * ldo + i, t[s], (size_t)(keys - i) * 4);
+      const int left = queries - r, take = left >= 6 ? 6 : left >= 4 ? 4 : left;
+      float* to = out + r * ldo + i;
+      if (take <= 2 && groups == 2) {
+        if (take == 2)
+          score_tile<2, 2>(q + r, turned, head_dim, to, ldo);
+        else
+          score_tile<1, 2>(q + r, turned, head_dim, to, ldo);
+      } else {
+        const float* t = turned;
+        for (int g = 0; g < groups; g++, t += 16 * head_dim, to += 16) {
+          switch (take) {
+            case 6: score_tile<6, 1>(q + r, t, head_dim, to, ldo); break;
+            case 4: score_tile<4, 1>(q + r, t, head_dim, to, ldo); break;
+            case 3: score_tile<3, 1>(q + r, t, head_dim, to, ldo); break;
+            case 2: score_tile<2, 1>(q + r, t, head_dim, to, ldo); break;
+            default: score_tile<1, 1>(q + r, t, head_dim, to, ldo); break;
+          }
+        }
+      }
       r += take;
     }
   }
@@ -421,17 +434,18 @@ inline void values(const float* const* p, int queries, const void* const* v, int
   }
 }
 
-// s: scores of the split by position, -inf where not visible; becomes e^(s - max), exact zeros where not visible
-inline AttnState softmax_split(float* s, float scale_factor) {
+// s: scores of positions begin … end-1 (multiples of 16), -inf where not visible; becomes e^(s - max), exact zeros
+// where not visible. Positions outside the range are not visible: they would add exact zeros.
+inline AttnState softmax_split(float* s, int begin, int end, float scale_factor) {
   F top = f_set(-INFINITY);
-  for (int i = 0; i < kSplit; i += 16) {
+  for (int i = begin; i < end; i += 16) {
     const F x = f_mul(f_load(s + i), f_set(scale_factor));
     f_store(s + i, x);
     top = f_max(x, top);
   }
   const float m = f_maximum(top);
   F total = f_set(0.0f);
-  for (int i = 0; i < kSplit; i += 16) {
+  for (int i = begin; i < end; i += 16) {
     const F x = f_sub(f_load(s + i), f_set(m));
     const F e = f_zero_below(x, f_set(-87.0f), f_exp(x));
     f_store(s + i, e);
@@ -441,22 +455,34 @@ inline AttnState softmax_split(float* s, float scale_factor) {
 }
 
 template <bool Bf16>
-void attend_as(const AttnTile& t, AttnState* state, float* acc) {
+void attend_as(const AttnTile& t, float* turned, AttnState* state, float* acc) {
   alignas(64) float s[kTileQueries][kSplit];
-  alignas(64) float raw[kTileQueries][kSplit];
+  alignas(64) float raw[kTileQueries][kSplit + 16];
   const float* p[kTileQueries];
-  scores<Bf16>(t.q, t.queries, t.k, t.shared, t.head_dim, raw[0], kSplit);
+  int begin = t.first, end = t.first + t.shared;
+  for (int r = 0; r < t.queries; r++)
+    if (t.own[r]) {
+      begin = begin == end || t.own_first[r] < begin ? t.own_first[r] : begin;
+      end = t.own_first[r] + t.own[r] > end ? t.own_first[r] + t.own[r] : end;
+    }
+  begin = begin / 16 * 16;
+  end = (end + 15) / 16 * 16;
+  scores<Bf16>(t.q, t.queries, t.k, t.shared, t.head_dim, turned, raw[0], kSplit + 16);
   for (int r = 0; r < t.queries; r++) {
-    for (int i = 0; i < kSplit; i++) s[r][i] = -INFINITY;
-    const int begin = t.low[r] > t.first ? t.low[r] : t.first;
-    const int end = t.high[r] < t.first + t.shared ? t.high[r] : t.first + t.shared;
-    for (int i = begin; i < end; i++) s[r][i] = raw[r][i - t.first];
-    if (t.own[r]) scores<Bf16>(t.q + r, 1, t.ok[r], t.own[r], t.head_dim, s[r] + t.own_first[r], kSplit);
-    if (end <= begin && !t.own[r]) {  // nothing of this split is visible to this query
+    for (int i = begin; i < end; i += 16) f_store(s[r] + i, f_set(-INFINITY));
+    const int low = t.low[r] > t.first ? t.low[r] : t.first;
+    const int high = t.high[r] < t.first + t.shared ? t.high[r] : t.first + t.shared;
+    if (low < high) std::memcpy(s[r] + low, raw[r] + low - t.first, (size_t)(high - low) * 4);
+    if (t.own[r]) {
+      float own[64];
+      scores<Bf16>(t.q + r, 1, t.ok[r], t.own[r], t.head_dim, turned, own, 64);
+      for (int i = 0; i < t.own[r]; i++) s[r][t.own_first[r] + i] = own[i];
+    }
+    if (high <= low && !t.own[r]) {  // nothing of this split is visible to this query
       state[r] = {-INFINITY, 0.0f};
-      for (int i = 0; i < kSplit; i++) s[r][i] = 0.0f;
+      for (int i = begin; i < end; i += 16) f_store(s[r] + i, f_set(0.0f));
     } else {
-      state[r] = softmax_split(s[r], t.scale);
+      state[r] = softmax_split(s[r], begin, end, t.scale);
     }
     p[r] = s[r] + t.first;
   }
@@ -468,11 +494,11 @@ void attend_as(const AttnTile& t, AttnState* state, float* acc) {
   }
 }
 
-void attend(const AttnTile& t, AttnState* state, float* acc) {
+void attend(const AttnTile& t, float* turned, AttnState* state, float* acc) {
   if (t.bf16)
-    attend_as<true>(t, state, acc);
+    attend_as<true>(t, turned, state, acc);
   else
-    attend_as<false>(t, state, acc);
+    attend_as<false>(t, turned, state, acc);
 }
 
 inline float exp_one(float x) {  // e^x for x <= 0

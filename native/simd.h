@@ -1,7 +1,6 @@
 // Sixteen float lanes with one meaning on every instruction set, so that all of them give the same bits.
 //
 // F is 16 lanes. `sum(F)` adds in one fixed order: lanes l and l+8 first, then neighbours: ((0+1)+(2+3))+((4+5)+(6+7)).
-// P is what one register holds of an F, for loops that must count registers: kParts of them make an F.
 // Multiply-add is always fused. Nothing here may be contracted or reassociated: compile with -ffp-contract=off.
 #pragma once
 #include <cmath>
@@ -80,13 +79,6 @@ inline __m256 f_fold(F a) {
   f_halves(a, &lo, &hi);
   return _mm256_add_ps(lo, hi);
 }
-using P = __m512;
-constexpr int kParts = 1;
-inline P p_zero() { return _mm512_setzero_ps(); }
-inline P p_load(const float* p) { return _mm512_loadu_ps(p); }
-inline P p_bf16(const uint16_t* p) { return f_bf16(p).v; }
-inline P p_fma(P a, P b, P c) { return _mm512_fmadd_ps(a, b, c); }
-inline F p_join(const P* p) { return {p[0]}; }
 #elif defined(__AVX2__)
 // ------------------------------------------------------------------------------------------------------- AVX2
 struct F {
@@ -137,13 +129,6 @@ inline void f_to_int8(F x, int8_t* p) {
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 inline __m256 f_fold(F x) { return _mm256_add_ps(x.a, x.b); }
-using P = __m256;
-constexpr int kParts = 2;
-inline P p_zero() { return _mm256_setzero_ps(); }
-inline P p_load(const float* p) { return _mm256_loadu_ps(p); }
-inline P p_bf16(const uint16_t* p) { return bf16_half(p); }
-inline P p_fma(P a, P b, P c) { return _mm256_fmadd_ps(a, b, c); }
-inline F p_join(const P* p) { return {p[0], p[1]}; }
 #elif defined(__aarch64__) && !defined(OCTAVO_GENERIC)
 // ------------------------------------------------------------------------------------------------------- NEON
 struct F {
@@ -190,13 +175,6 @@ inline void f_to_int8(F x, int8_t* p) {
   vst1q_s8(p, vcombine_s8(vqmovn_s16(a), vqmovn_s16(b)));
 }
 #undef OCTAVO_EACH
-using P = float32x4_t;
-constexpr int kParts = 4;
-inline P p_zero() { return vdupq_n_f32(0.0f); }
-inline P p_load(const float* p) { return vld1q_f32(p); }
-inline P p_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-inline P p_fma(P a, P b, P c) { return vfmaq_f32(c, a, b); }
-inline F p_join(const P* p) { return {{p[0], p[1], p[2], p[3]}}; }
 #else
 // -------------------------------------------------------------------------------------------------- plain C++
 struct F {
@@ -240,13 +218,6 @@ inline void f_to_int8(F x, int8_t* p) {
   for (int i = 0; i < 16; i++) p[i] = (int8_t)std::nearbyintf(x.v[i]);
 }
 #undef OCTAVO_EACH
-using P = F;
-constexpr int kParts = 1;
-inline P p_zero() { return f_set(0.0f); }
-inline P p_load(const float* p) { return f_load(p); }
-inline P p_bf16(const uint16_t* p) { return f_bf16(p); }
-inline P p_fma(P a, P b, P c) { return f_fma(a, b, c); }
-inline F p_join(const P* p) { return p[0]; }
 #endif
 
 #if defined(__AVX2__) || defined(__AVX512F__)
@@ -256,24 +227,44 @@ inline float sum8(__m256 s) {
   return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 inline float f_sum(F x) { return sum8(f_fold(x)); }
-// Eight sums at once; out[i] has the bits of f_sum(x[i]).
-inline void f_sum8(const F* x, float* out) {
-  __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(f_fold(x[0]), f_fold(x[1])), _mm256_hadd_ps(f_fold(x[2]), f_fold(x[3])));
-  __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(f_fold(x[4]), f_fold(x[5])), _mm256_hadd_ps(f_fold(x[6]), f_fold(x[7])));
-  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
-}
 inline float f_maximum(F x) {
-  alignas(32) float t[8];
 #if defined(__AVX512F__)
   __m256 lo, hi;
   f_halves(x, &lo, &hi);
-  _mm256_store_ps(t, _mm256_max_ps(lo, hi));
+  const __m256 m = _mm256_max_ps(lo, hi);
 #else
-  _mm256_store_ps(t, _mm256_max_ps(x.a, x.b));
+  const __m256 m = _mm256_max_ps(x.a, x.b);
 #endif
-  float m = t[0];
-  for (int i = 1; i < 8; i++) m = t[i] > m ? t[i] : m;
-  return m;
+  __m128 n = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  n = _mm_max_ps(n, _mm_movehl_ps(n, n));
+  return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
+}
+// Element d … d+7 of eight rows, turned: to[i * 16 + j] is element d + i of row j.
+template <bool Bf16>
+inline void turn8(const void* const* rows, int d, float* to) {
+  __m256 a[8], b[8];
+  for (int j = 0; j < 8; j++) {
+    if (Bf16) {
+      const __m128i h = _mm_loadu_si128((const __m128i*)((const uint16_t*)rows[j] + d));
+      a[j] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+    } else {
+      a[j] = _mm256_loadu_ps((const float*)rows[j] + d);
+    }
+  }
+  for (int j = 0; j < 8; j += 2) {
+    b[j] = _mm256_unpacklo_ps(a[j], a[j + 1]);
+    b[j + 1] = _mm256_unpackhi_ps(a[j], a[j + 1]);
+  }
+  for (int j = 0; j < 8; j += 4) {
+    a[j] = _mm256_shuffle_ps(b[j], b[j + 2], 0x44);
+    a[j + 1] = _mm256_shuffle_ps(b[j], b[j + 2], 0xee);
+    a[j + 2] = _mm256_shuffle_ps(b[j + 1], b[j + 3], 0x44);
+    a[j + 3] = _mm256_shuffle_ps(b[j + 1], b[j + 3], 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + 16 * i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(to + 16 * (i + 4), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
 }
 #else
 inline float f_sum(F x) {
@@ -281,9 +272,6 @@ inline float f_sum(F x) {
   f_store(t, x);
   for (int i = 0; i < 8; i++) s[i] = t[i] + t[i + 8];
   return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-}
-inline void f_sum8(const F* x, float* out) {
-  for (int i = 0; i < 8; i++) out[i] = f_sum(x[i]);
 }
 inline float f_maximum(F x) {
   float t[16];

@@ -155,9 +155,10 @@ void test_attention(const KernelTable& plain, const KernelTable& fast) {
       const KernelTable& k = t ? fast : plain;
       std::vector<AttnState> state((size_t)queries), other((size_t)queries);
       std::vector<float> acc((size_t)(queries * hd)), part(acc.size()), out(acc.size());
-      k.attend(tile, state.data(), acc.data());
+      std::vector<float> turned((size_t)(kTurnedKeys * hd));
+      k.attend(tile, turned.data(), state.data(), acc.data());
       std::swap(tile.q[0], tile.q[queries - 1]);
-      k.attend(tile, other.data(), part.data());
+      k.attend(tile, turned.data(), other.data(), part.data());
       std::swap(tile.q[0], tile.q[queries - 1]);
       for (int r = 0; r < queries; r++) {
         k.combine(&state[(size_t)r], acc.data() + r * hd, other[(size_t)r], part.data() + r * hd, hd);

@@ -16,6 +16,7 @@ namespace octavo {
 constexpr int kBlock = 16;       // outputs of one packed block
 constexpr int kGroup = 32;       // inputs that share a scale
 constexpr int kSplit = 128;      // positions of one attention block: partial results combine in this grain
+constexpr int kTurnedKeys = 32;  // keys whose scores are computed together
 constexpr int kTileQueries = 16; // most queries (tokens x heads of one KV head) of one attention tile
 
 enum Kind : int { kInt4 = 0, kInt8 = 1, kBf16 = 2, kFp32 = 3 };
@@ -87,8 +88,9 @@ struct KernelTable {
   void (*softcap)(float* x, float cap, int n);
   void (*store_bf16)(const float* x, int n, uint16_t* out);
   void (*embed)(const Weight& w, int64_t id, float scale, float* out);
-  // Partial result of one split: state[q] and acc[q * head_dim ...] are written, not updated.
-  void (*attend)(const AttnTile&, AttnState* state, float* acc);
+  // Partial result of one split: state[q] and acc[q * head_dim ...] are written, not updated. `turned` is scratch of
+  // kTurnedKeys * head_dim floats.
+  void (*attend)(const AttnTile&, float* turned, AttnState* state, float* acc);
   void (*combine)(AttnState* into, float* into_acc, const AttnState& part, const float* part_acc, int head_dim);
   void (*finish)(const AttnState&, const float* acc, int head_dim, float* out);
   // Largest value and the lowest index that has it.

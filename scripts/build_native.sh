@@ -13,5 +13,8 @@ case $mode in
 esac
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release $flags >/dev/null
 cmake --build "$build"
-cmake --install "$build" --prefix src >/dev/null
-echo "installed: src/octavo/ops/$(ls src/octavo/ops | grep octavo_native)"
+# by renaming: a process that has the old library mapped keeps it
+cmake --install "$build" --prefix "$build/prefix" >/dev/null
+cp "$build/prefix/octavo/ops/liboctavo_native.so" src/octavo/ops/.liboctavo_native.new
+mv -f src/octavo/ops/.liboctavo_native.new src/octavo/ops/liboctavo_native.so
+echo "installed: src/octavo/ops/liboctavo_native.so"
