@@ -32,8 +32,7 @@ def draft_identity(drafter: Any) -> str:
     if drafter is None or not drafter.needs_draft_kv:
         return "none"
     digest = hashlib.blake2b(repr(drafter.config).encode(), digest_size=6)
-    digest.update(str(getattr(drafter, "identity", "")).encode())
-    return f"{drafter.name}-{digest.hexdigest()}"
+    return f"{drafter.name}-{digest.hexdigest()}-{drafter.identity}"
 
 
 def layout_of(parts: Parts) -> Layout:

@@ -73,7 +73,9 @@ class EngineCore:
         self._stalled = False  # nothing moves before a message, a transfer or a call comes in
         self.side: Any = None
         if side is None and config.role != "both":
-            from octavo.disagg.setup import make_side as side
+            from octavo.disagg.setup import make_side
+
+            side = make_side
         if side is not None:
             self.side = side(self)
             self.scheduler.busy_elsewhere = self.side.busy_elsewhere

@@ -6,6 +6,7 @@ the target is refused with the tensor's name: a wrong draft never runs with an a
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ class DraftWeights:
     tensors: dict[str, torch.Tensor]
     token_ids: torch.Tensor | None
     path: Path | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """12 hex digits that tell drafts apart: names, shapes and sums of the tensors."""
+        digest = hashlib.blake2b(digest_size=6)
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.double().sum().item():.9e}".encode())
+        return digest.hexdigest()
 
     @property
     def weight_bytes(self) -> int:

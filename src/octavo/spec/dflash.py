@@ -50,6 +50,7 @@ class DFlashDrafter:
         size = config.block_size if block_size is None else block_size
         check_block(size, config.block_size)
         self.config, self.block_size = config, config.block_size
+        self.identity = weights.fingerprint
         self.max_draft_tokens = self.max_depth = size - 1
         # the draft forward writes the trained block whatever is verified of it
         self.footprint_tokens = config.block_size

@@ -67,6 +67,7 @@ class EagleDrafter:
         nodes = default_nodes(steps, top_k) if draft_tokens is None else draft_tokens
         check_eagle(steps, top_k, nodes, config.draft_vocab_size)
         self.config, self.steps, self.top_k = config, steps, top_k
+        self.identity = weights.fingerprint
         self.max_draft_tokens = nodes - 1
         self.max_depth = min(steps, nodes - 1)
         self.footprint_tokens = max(steps * top_k, nodes)
