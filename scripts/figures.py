@@ -37,6 +37,8 @@ def table() -> str:
         return ""
     out = ["| work | Octavo | peer | ratio | measured in |", "|---|---|---|---|---|"]
     for row in rows:
+        if not (RESULTS / row["file"]).exists():
+            continue  # not measured (yet)
         result = json.loads((RESULTS / row["file"]).read_text())
         ours = find(result["lines"], "octavo", row.get("mode", "plain"), row["case"])
         peer = find(result["lines"], row["against"], row.get("against_mode", "plain"), row["case"])
@@ -48,7 +50,7 @@ def table() -> str:
             f"{row['against']} {peer['median_tokens_per_s']:.0f} tokens/s | {ratio:.2f} | "
             f"[{row['file']}](benchmarks/results/{row['file']}): {result['cpu']}, {result['cores']} cores |"
         )
-    return "\n".join(out) + "\n"
+    return "\n".join(out) + "\n" if len(out) > 2 else ""
 
 
 def main() -> int:

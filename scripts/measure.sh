@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Measure the figures of the README and docs/performance.md into benchmarks/results, on an otherwise idle machine.
+# Usage: scripts/measure.sh [decode] [prefill] [chat] [streams] [perplexity] [vllm]     (default: all but vllm)
+# `make peers` first. vllm needs its environment and a safetensors folder (benchmarks/export_safetensors.py).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+octavo=${VENV:-.venv}/bin/octavo
+results=benchmarks/results
+model=${MODEL:-smollm2}
+repeats=${REPEATS:-5}
+mkdir -p "$results"
+
+busy=$(cut -d' ' -f1 /proc/loadavg)
+if awk "BEGIN { exit !($busy > 0.7) }"; then
+    echo "measure: the load is $busy; other work on this machine will void the spreads" >&2
+fi
+
+bench() { # file, arguments…
+    local file=$results/$1
+    shift
+    echo "measure: $file"
+    "$octavo" bench --model "$model" --repeats "$repeats" --out "$file" "$@" 2>/dev/null
+}
+
+for part in "${@:-decode prefill chat streams perplexity}"; do
+    for name in $part; do
+        case $name in
+            decode) bench "decode.json" --depth 128,2048,8000 --output-tokens 128 --peer llama.cpp ;;
+            prefill) bench "prefill.json" --prefill 512 --peer llama.cpp ;;
+            chat)
+                bench "chat.json" --chat --mode plain,ngram,eagle3,dflash --output-tokens 128 --peer llama.cpp \
+                    --profile --plot "$results/chat.svg"
+                ;;
+            streams) bench "streams.json" --chat --mode plain,best --streams 4,16 --output-tokens 128 --peer llama.cpp ;;
+            perplexity) bench "perplexity.json" --perplexity --perplexity-tokens 16384 ;;
+            vllm)
+                folder=$(mktemp -d)
+                "${VENV:-.venv}"/bin/python benchmarks/export_safetensors.py "$model" "$folder"
+                MODEL=$folder model=$folder bench "vllm.json" --depth 128 --streams 16 --output-tokens 128 \
+                    --dtype bfloat16 --quantization none --peer vllm
+                rm -rf "$folder"
+                ;;
+            *) echo "no such part: $name" >&2; exit 2 ;;
+        esac
+    done
+done
