@@ -8,7 +8,7 @@ import pytest
 from octavo.errors import ConfigError, LawViolation, NeverFits, OutOfPages
 from octavo.kv.books import Table
 from octavo.kv.ledger import Ledger, LedgerConfig, OutOfRows
-from octavo.kv.sizing import DecodeReserve
+from octavo.kv.sizing import DecodeReserve, page_aligned_decode_alloc_lens
 from tests.laws.helpers import commit, make, ok, pages, prefill, sliding, tokens
 
 
@@ -182,6 +182,15 @@ def test_plan_goes_through_the_watermark() -> None:
     plan = ledger.plan_decode(np.array([b.row, a.row]), DecodeReserve(4, 0))
     assert (plan.next.tolist(), plan.needed_tokens) == ([8, 16], 0)
     ok(ledger)
+
+
+def test_rows_of_the_ledger_go_into_the_shared_watermark() -> None:
+    ledger = make()
+    a, b = prefill(ledger, tokens(9)), prefill(ledger, tokens(4, 50))
+    view = ledger.rows_view(np.array([b.row, a.row]))
+    current, after, needed = page_aligned_decode_alloc_lens(view, reserve=4, page_size=4)
+    assert (current.tolist(), after.tolist(), needed) == ([4, 12], [8, 16], 8)
+    assert ledger.allocated[[b.row, a.row]].tolist() == [4, 12], "asking changes nothing"
 
 
 def test_plan_of_one_equals_plan_of_many() -> None:

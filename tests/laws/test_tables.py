@@ -342,6 +342,13 @@ def test_pool_sizes_without_a_window() -> None:
         _sizes(999, swa_page_bytes=0, window_tokens=0)
 
 
+def test_pool_sizes_need_no_word_about_windows() -> None:
+    sizes = {"page_size": 16, "largest_reserve_tokens": 1, "chunk_tokens": 0, "request_slots": 1, "context_tokens": 64}
+    assert pool_sizes(1009, full_page_bytes=10, **sizes) == (100, 0)
+    # window 32, no chunk, no overlap: at least ceil(33/16) + 2 = 5 sliding pages
+    assert pool_sizes(100, full_page_bytes=10, swa_page_bytes=10, window_tokens=32, **sizes) == (5, 5)
+
+
 def test_pool_sizes_of_a_hybrid() -> None:
     # 8 slots · 35 pages + the least pool (50) = 330 sliding pages; the rest is full
     assert _sizes(10_000_000) == (10_000 - 330 * 5, 330)

@@ -115,11 +115,15 @@ class Ledger(TransferLedger):
         plannable = self._plannable.take(rows)
         if not plannable.all():
             self._require(int(rows[~plannable][0]), RowState.ACTIVE, "plan_decode")
-        view = RowsView(self._allocated.take(rows), self._known.take(rows))
+        view = self.rows_view(rows)
         plan = DecodePlan(*page_aligned_decode_alloc_lens(view, reserve=reserve, page_size=self.page_size))
         if plan.needed_tokens:
             self._take_for_plan(rows, plan)
         return plan
+
+    def rows_view(self, rows: Int64Array) -> RowsView:
+        """Rows as `page_aligned_decode_alloc_lens` takes them: what a plan of them would start from."""
+        return RowsView(self._allocated.take(rows), self._known.take(rows))
 
     def _take_for_plan(self, rows: Int64Array, plan: DecodePlan) -> None:
         growing = (plan.next > plan.current).nonzero()[0]
