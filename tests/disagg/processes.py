@@ -122,7 +122,7 @@ def _until_up(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: 
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+            if httpx.get(f"{url}/readiness", timeout=2).status_code == 200:
                 return
         time.sleep(0.1)
     raise AssertionError(log.read_text())

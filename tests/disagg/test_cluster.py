@@ -56,7 +56,8 @@ def _servers(model: Path) -> dict[int, str]:
 
 def test_one_command_brings_all_of_it_up_and_down(tmp_path: Path) -> None:
     config = tiny("llama")
-    model = write_folder(tmp_path / "tiny", hf_config_json(config, "LlamaForCausalLM"), random_tensors(expected_tensors(config)))
+    weights = random_tensors(expected_tensors(config))
+    model = write_folder(tmp_path / "tiny", hf_config_json(config, "LlamaForCausalLM"), weights)
     log = tmp_path / "cluster.log"
     command = [sys.executable, "-m", "octavo", "cluster", "up", "--prefill", "1", "--decode", "1", "--router-port", "0",
                "--model", str(model), "--draft", "none", "--threads", "1", "--kv-memory", "16MiB", "--check-books",

@@ -170,7 +170,7 @@ def _start_router(prefills: list[tuple[str, int]], decodes: list[tuple[str, int]
     command += ["--host", host, "--port", str(port), "--prometheus-port", str(free_port("127.0.0.1")), *ROUTER_FLAGS]
     process = subprocess.Popen([*command, "--log-level", "warn"], stdin=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 60
-    while not answers(f"http://{host}:{port}/health"):
+    while not answers(f"http://{host}:{port}/readiness"):
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise EngineDead(f"the router did not start (exit code {process.poll()})")
         time.sleep(0.2)
