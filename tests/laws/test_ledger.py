@@ -8,6 +8,7 @@ import pytest
 from octavo.errors import ConfigError, LawViolation, NeverFits, OutOfPages
 from octavo.kv.books import Table
 from octavo.kv.ledger import Ledger, LedgerConfig, OutOfRows
+from octavo.kv.pages import distinct
 from octavo.kv.sizing import DecodeReserve, page_aligned_decode_alloc_lens
 from tests.laws.helpers import commit, make, ok, pages, prefill, sliding, tokens
 
@@ -614,8 +615,7 @@ def test_the_log_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sweeping_the_log_is_amortised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.kv.books.LOG_LIMIT", 16)
     sweeps: list[int] = []
-    unique = np.unique
-    monkeypatch.setattr("octavo.kv.books.np.unique", lambda cells: sweeps.append(len(cells)) or unique(cells))
+    monkeypatch.setattr("octavo.kv.books.distinct", lambda cells: sweeps.append(len(cells)) or distinct(cells))
     table = Table(1, 4096)
     for column in range(4096):
         table.write(0, column, column + 1, column)

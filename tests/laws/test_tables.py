@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError, LawViolation
-from octavo.kv.pages import ceil_p, ceil_pages, check_page_size, floor_p
+from octavo.kv.pages import ceil_p, ceil_pages, check_page_size, distinct, floor_p
 from octavo.kv.sizing import (
     DecodeReserve,
     PoolSizes,
@@ -121,6 +121,11 @@ def test_rounding(tokens: int, p: int) -> None:
     assert floor_p(tokens, p) % p == ceil_p(tokens, p) % p == 0
     assert ceil_p(tokens, p) - tokens < p and tokens - floor_p(tokens, p) < p
     assert ceil_pages(tokens, p) * p == ceil_p(tokens, p)
+
+
+@given(st.lists(st.integers(-5, 30)))
+def test_distinct(values: list[int]) -> None:
+    assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
 
 
 @pytest.mark.parametrize("bad", [0, 3, -1, -16, 24, 1.0, "16", None, True])

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.kv.pages import NO_PAGE, Int32Array, Int64Array, ceil_pages, check_page_size
+from octavo.kv.pages import NO_PAGE, Int32Array, Int64Array, ceil_pages, check_page_size, distinct
 from octavo.kv.sizing import min_swa_pages, row_width_pages
 
 
@@ -157,7 +157,7 @@ class Table:
         self._log.append(cells)
         self._logged += len(cells)
         if self._logged > self._limit:  # nobody fetches: keep one entry per cell
-            self._log = [np.unique(np.concatenate(self._log))]
+            self._log = [distinct(np.concatenate(self._log))]
             self._logged = len(self._log[0])
             self._limit = 2 * self._logged + LOG_LIMIT
 
@@ -166,7 +166,7 @@ class Table:
         if not self._log:
             none = np.empty(0, np.int64)
             return none, none, np.empty(0, np.int32)
-        cells = self._log[0] if len(self._log) == 1 else np.unique(np.concatenate(self._log))
+        cells = self._log[0] if len(self._log) == 1 else distinct(np.concatenate(self._log))
         self._log, self._logged, self._limit = [], 0, LOG_LIMIT
         rows, columns = np.divmod(cells, self._width)
         return rows, columns, self._flat[cells]

@@ -47,11 +47,14 @@ class InFlight:
         self.operations: dict[int, Operation] = {}
         self.aside: list[Aside] = []
         self._next_id = 1
+        self._mark = np.zeros(max_rows, np.int32)  # scratch: finds rows that are named twice
 
     def begin(self, rows: Int64Array, kind: str) -> int:
         if kind not in KINDS:
             raise ValueError(f"operation kind {kind!r}; one of {KINDS}")
-        if len(np.unique(rows)) != len(rows):
+        order = np.arange(len(rows), dtype=np.int32)
+        self._mark[rows] = order
+        if (self._mark[rows] != order).any():
             raise LawViolation(14, "an operation names a row twice", rows=rows.tolist())
         op, self._next_id = self._next_id, self._next_id + 1
         self.operations[op] = Operation(kind, rows)

@@ -43,6 +43,14 @@ def ceil_pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def distinct(values: Int64Array) -> Int64Array:
+    """The different values, ascending. (`np.unique` hashes, which is many times slower for page and cell numbers.)"""
+    ordered = np.sort(values)
+    keep = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
+    return ordered[keep]
+
+
 def check_page_size(page_size: object, option: str = "page_size") -> int:
     """Return `page_size` if it is a power of two >= 1, else raise `ConfigError` naming `option`."""
     allowed = "a power of two: 1, 2, 4, 8, 16, 32, …"
