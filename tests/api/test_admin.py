@@ -120,8 +120,10 @@ def test_http_process_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_idle_server_uses_no_processor(tmp_path: Path) -> None:
-    """The engine loop blocks in poll: a second of idling costs a few milliseconds of the two processes."""
+def test_idle_server_uses_no_processor_and_goes_by_its_model(tmp_path: Path) -> None:
+    """The engine loop blocks in poll: a second of idling costs a few milliseconds of the two processes.
+
+    Without --served-model-name clients may also ask for what --model says."""
     import os
     import time
 
@@ -130,6 +132,10 @@ def test_idle_server_uses_no_processor(tmp_path: Path) -> None:
         return int(fields[11]) + int(fields[12])
 
     with running(tmp_path) as server:
+        assert [m["id"] for m in server.get("/v1/models").json()["data"]] == ["tiny-llama"]
+        for name in ("tiny-llama", "smollm2"):  # the test's core ignores --model, which is at its default
+            assert server.post("/v1/completions", {"model": name, "prompt": "x", "max_tokens": 1}).status_code == 200
+        assert server.post("/v1/completions", {"model": "other", "prompt": "x"}).status_code == 404
         pids = (server.process.pid, server.engine_pid())
         time.sleep(1.0)
         before = sum(map(ticks, pids))

@@ -57,7 +57,7 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}", tags=["models"])
 async def model(name: str, request: Request) -> dict[str, Any]:
     service = service_of(request)
-    if name not in service.names:
+    if not service.serves(name):
         raise UnknownModel(f"model: {name[:120]!r} is not served here; served: {', '.join(service.names)}",
                            param="model")
     return _model(service, name)

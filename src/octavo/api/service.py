@@ -71,9 +71,13 @@ class Service:
             raise EngineDead("the model is still loading")
         return self._tokenizer
 
+    def serves(self, name: str) -> bool:
+        """Whether clients may ask for `name`: also what --model was given, unless other names were chosen."""
+        return name in self.names or (not self.config.served_model_name and name == self.config.model)
+
     def check_model(self, name: str | None) -> None:
         """Raises `UnknownModel` (404) if a request names a model that is not served."""
-        if name is not None and name not in self.names:
+        if name is not None and not self.serves(name):
             shown = name[:120].encode("utf-8", "backslashreplace").decode()
             raise UnknownModel(f"model: {shown!r} is not served here; served: {', '.join(self.names)}", param="model")
 
