@@ -34,8 +34,8 @@ $(SETUP_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(TEST_STAMP): $(SETUP_STAMP) requirements-reference.txt
-	$(PIP) install $(PIP_ARGS) --quiet -c constraints.txt -e '.[test]'
-	$(PIP) install $(PIP_ARGS) --quiet --no-deps -r requirements-reference.txt
+	$(PIP) install $(PIP_ARGS) --quiet --no-warn-conflicts -c constraints.txt -e '.[test]'
+	$(PIP) install $(PIP_ARGS) --quiet --no-deps --no-warn-conflicts -r requirements-reference.txt
 	@touch $@
 
 # Without a C++ compiler this says so and goes on: the torch operations serve instead.
