@@ -1,0 +1,177 @@
+"""The two ends between processes: the control connection (ZMQ) and Mooncake over tcp, by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from octavo.disagg import protocol as p
+from octavo.disagg import zmq_hub
+from octavo.disagg.protocol import Region
+from octavo.disagg.transport.base import Copy, Status, copies_of
+from octavo.disagg.transport.mooncake import MooncakeTransport
+from octavo.disagg.zmq_hub import ZmqHub
+from octavo.errors import ConfigError
+from tests.api.serving import ROOT, free_port
+
+LAYOUT = p.Layout(1, "m", "w", 16, "float32", 4, 0, 2, 16, 0, "none", "little")
+
+
+def until(have: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not have():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def mail(hub: ZmqHub, timeout_s: float = 10.0) -> list[tuple[str, p.Message | p.PeerDown]]:
+    until(hub.has_mail, timeout_s)
+    return hub.receive()
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_hub, "BEAT_S", 0.1)
+    monkeypatch.setattr(zmq_hub, "SILENT_S", 0.6)
+    monkeypatch.setattr(zmq_hub, "CONNECT_S", 1.0)
+
+
+@pytest.fixture
+def hubs(quick_beats: None) -> Iterator[tuple[ZmqHub, ZmqHub, str]]:
+    port = free_port()
+    server, client = ZmqHub(("127.0.0.1", port)), ZmqHub(None)
+    yield server, client, f"127.0.0.1:{port}"
+    client.close()
+    server.close()
+
+
+def test_messages_both_ways_in_order_and_quick_answers(hubs: tuple[ZmqHub, ZmqHub, str]) -> None:
+    server, client, address = hubs
+    server.quick = lambda peer, message: p.Refuse("no") if isinstance(message, p.Hello) else None
+    client.send(address, p.Hello(LAYOUT))
+    for i in range(20):
+        client.send(address, p.Read(i, i, True))
+    got: list[tuple[str, p.Message | p.PeerDown]] = []
+    until(lambda: (got.extend(server.receive()), len(got) >= 21)[1])
+    assert [m.room for _, m in got[1:]] == list(range(20)) and len({peer for peer, _ in got}) == 1
+    assert mail(client) == [(address, p.Refuse("no"))]
+    server.send(got[0][0], p.Kept(5, 5, True))
+    assert mail(client) == [(address, p.Kept(5, 5, True))]
+
+
+def test_a_silent_peer_is_down_and_a_restarted_one_is_another(quick_beats: None) -> None:
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    server, client = ZmqHub(("127.0.0.1", port)), ZmqHub(None)
+    client.send(address, p.Hello(LAYOUT))
+    mail(server)
+    time.sleep(1.0)
+    assert not client.has_mail(), "beats keep it up"
+    server.close()
+    (name, down), *_ = mail(client)
+    assert name == address and isinstance(down, p.PeerDown) and down.final, "its port is closed"
+    again = ZmqHub(("127.0.0.1", port))
+    client.send(address, p.Hello(LAYOUT))
+    assert isinstance(mail(again)[0][1], p.Hello)
+    client.close()
+    until(again.has_mail)
+    assert isinstance(again.receive()[-1][1], p.PeerDown)
+    again.close()
+
+
+def test_nobody_there(quick_beats: None) -> None:
+    client = ZmqHub(None)
+    client.send("127.0.0.1:9", p.Hello(LAYOUT))
+    (_, down), *_ = mail(client)
+    assert isinstance(down, p.PeerDown) and "not reachable" in down.reason
+    client.close()
+
+
+def test_what_is_no_message_is_ignored(hubs: tuple[ZmqHub, ZmqHub, str]) -> None:
+    server, client, address = hubs
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"tcp://{address}")
+    for junk in (b"", b"x", b"\xff" * 40, os.urandom(200)):
+        stranger.send(junk)
+    stranger.send((1).to_bytes(8, "little") + bytes(8) + p.encoder.encode(p.Read(1, 1, True)))  # not introduced
+    client.send(address, p.Hello(LAYOUT))
+    assert [type(m) for _, m in mail(server)] == [p.Hello]
+    context.destroy(linger=0)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    port = free_port()
+    server = ZmqHub(("127.0.0.1", port))
+    with pytest.raises(ConfigError, match=f"bootstrap_port: got {port}"):
+        ZmqHub(("127.0.0.1", port))
+    server.close()
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    local, remote = Region(1000, 10, 50), Region(5000, 10, 50)
+    assert copies_of(local, remote, [1, 2, 3], [7, 8, 9]) == [Copy(1010, 5070, 30)]
+    assert copies_of(local, remote, [1, 3, 4], [7, 8, 9]) == [Copy(1010, 5070, 10), Copy(1030, 5080, 20)]
+    assert copies_of(local, remote, [2, 1], [2, 1]) == [Copy(1020, 5020, 10), Copy(1010, 5010, 10)]
+    assert copies_of(local, remote, [], []) == []
+
+
+SOURCE = """
+import sys, numpy as np
+from octavo.disagg.protocol import Region
+from octavo.disagg.transport.mooncake import MooncakeTransport
+memory = np.arange(256 * 8192, dtype=np.int64)
+transport = MooncakeTransport("127.0.0.1")
+transport.register([Region(memory.ctypes.data, 65536, 256)])
+print(transport.address, memory.ctypes.data, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
+    """With the peer stopped a read fails, and its bytes come all the same when the peer goes on."""
+    source = subprocess.Popen([sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                              env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.DEVNULL)
+    assert source.stdout is not None and source.stdin is not None
+    try:
+        address, base = source.stdout.readline().split()
+        here = MooncakeTransport("127.0.0.1")
+        woken: list[int] = []
+        here.on_final(lambda: woken.append(1))
+        memory = np.full(256 * 8192, -1, dtype=np.int64)
+        local, remote = Region(memory.ctypes.data, 65536, 256), Region(int(base), 65536, 256)
+        here.register([local])
+        targets, sources = list(range(0, 120, 2)), list(range(1, 121, 2))
+        ticket = here.read(address, copies_of(local, remote, targets, sources))
+        until(lambda: ticket.status is not Status.PENDING, 30)
+        assert ticket.status is Status.DONE, ticket.error
+        assert woken and ticket.moved_bytes == 60 * 65536
+        pages = memory.reshape(256, 8192)
+        assert all((pages[t] == np.arange(s * 8192, (s + 1) * 8192)).all()
+                   for t, s in zip(targets, sources, strict=True))
+        assert (pages[1:120:2] == -1).all(), "pages between are untouched"
+        os.kill(source.pid, signal.SIGSTOP)
+        late = here.read(address, copies_of(local, remote, [200], [200]))
+        until(lambda: late.status is not Status.PENDING, 60)
+        assert late.status is Status.UNKNOWN and (pages[200] == -1).all()
+        os.kill(source.pid, signal.SIGCONT)
+        deadline = time.monotonic() + 10
+        while (pages[200] == -1).any() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        source.kill()
+        source.wait()
+        dead = here.read(address, copies_of(local, remote, [201], [201]))
+        until(lambda: dead.status is not Status.PENDING, 30)
+        assert dead.status is Status.UNKNOWN
+        here.close()
+    finally:
+        source.kill()
+        source.wait()
