@@ -12,6 +12,14 @@ struct Visible {
   int64_t low, shared, high;  // low <= logical < high; below `shared` logical index and slot are the same
 };
 
+// Keys of one page and their values, asked for while the ones before them are worked on.
+void prefetch(const uint8_t* keys, int64_t bytes, int64_t to_values) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(keys + i, 0, 2);
+    __builtin_prefetch(keys + to_values + i, 0, 2);
+  }
+}
+
 Visible visible(const octavo_run& run, int64_t token, int64_t sequence, int window) {
   Visible v{};
   if (run.mask) {
@@ -118,10 +126,16 @@ int AttnPlan::load(const octavo_run& run, const AttnOp& op, const Item& item, in
   }
   t.first = first < last ? (int)first : 0;
   t.shared = first < last ? (int)(last - first) : 0;
+  const bool few = item.tokens <= 2;  // decode: keys come from memory, page by page, and nothing else is read ahead
   const uint8_t* k = nullptr;
   for (int i = 0; i < t.shared; i++) {
     const int64_t slot = base + t.first + i;
-    k = !k || slot % ps == 0 ? key(slot) : k + hd * element;
+    if (!k || slot % ps == 0) {
+      k = key(slot);
+      if (few) prefetch(k, std::min<int64_t>(ps - slot % ps, t.shared - i) * hd * element, values * element);
+    } else {
+      k += hd * element;
+    }
     t.k[i] = k;
     t.v[i] = k + values * element;
   }
