@@ -2,7 +2,7 @@
 
     python scripts/check_licences.py [--list]
 
-Walks the installed requirements of `octavo[all,disagg]` (test and development extras are not shipped to users).
+Walks the installed requirements of `octavo[all,cluster]` (test and development extras are not shipped to users).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def runtime_distributions(root: str, extras: set[str]) -> dict[str, Distribution
 
 def main() -> int:
     show, bad = "--list" in sys.argv[1:], []
-    for name, dist in sorted(runtime_distributions("octavo", {"all", "disagg"}).items()):
+    for name, dist in sorted(runtime_distributions("octavo", {"all", "cluster"}).items()):
         if name == "octavo" or NOT_OURS.match(name):
             continue
         licence = licence_of(dist)
