@@ -233,8 +233,8 @@ def _child(folder: Path, files: list[str], select: str) -> None:
         if not str(octavo.__file__).startswith(str(folder)):
             os._exit(99)
         ini = folder / "pytest.ini"
-        ini.write_text(f"[pytest]\naddopts = --import-mode=importlib\npythonpath = {REPO}\nmarkers = timeout\n")
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ini), "--rootdir", str(REPO)]
+        ini.write_text(f"[pytest]\naddopts = --import-mode=importlib\npythonpath = {REPO}\nmarkers = soak\n")
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not soak", "-c", str(ini), "--rootdir", str(REPO)]
         if select:
             options += ["-k", select]
         code = int(pytest.main([*options, *(str(TESTS / file) for file in files)]))

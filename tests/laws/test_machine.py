@@ -1,7 +1,7 @@
 """The proof by simulation: every law after every move, over page sizes, pools, overlap, reserves and failures.
 
-`test_driven` walks 20,000 weighted random moves (OCTAVO_SOAK=1000000 for the long run); `LedgerMachine` lets
-hypothesis choose and shrink. Both fail if a rule or a named event never happened.
+`test_driven` walks 20,000 weighted random moves, `test_soak` a million (OCTAVO_SOAK); both fail if a rule or a named
+event never happened. `LedgerMachine` lets hypothesis choose and shrink.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.laws.law_setups import Setup, covering_setups
 from tests.laws.simulation import Simulation
 
-SOAK_MOVES = int(os.environ.get("OCTAVO_SOAK", "0"))
-MOVES = SOAK_MOVES or int(os.environ.get("OCTAVO_LAW_MOVES", "20000"))
+SOAK_MOVES = int(os.environ.get("OCTAVO_SOAK", "1000000"))
+MOVES = int(os.environ.get("OCTAVO_LAW_MOVES", "20000"))
 LAP_MOVES = 420
 
 NAMED_EVENTS = (
@@ -53,28 +53,36 @@ NAMED_EVENTS = (
     "at rest",
 )
 
-SEED = random.Random(SOAK_MOVES).randrange(10**6) if SOAK_MOVES else 0
+
+def drive(page_size: int, moves: int, seed: int) -> Counter[str]:
+    """Weighted random moves over windows, overlap and key modes. Returns what happened, by name."""
+    setups = [setup for setup in covering_setups(seed) if setup.page_size == page_size]
+    seen: Counter[str] = Counter()
+    for lap in range(-(-moves // LAP_MOVES)):  # fresh books now and then: a long run is many short ones
+        setup = setups[lap % len(setups)]
+        simulation = Simulation(replace(setup, seed=setup.seed + lap))
+        simulation.run(min(LAP_MOVES, moves - lap * LAP_MOVES), random.Random(1_000_003 * setup.seed + lap))
+        seen += simulation.events
+    assert sum(count for name, count in seen.items() if name.startswith("rule ")) >= moves
+    return seen
 
 
-@pytest.mark.timeout(0 if SOAK_MOVES else 300)
+def missing(seen: Counter[str]) -> list[str]:
+    return [name for name in (*(f"rule {name}" for name, _ in Simulation.MOVES), *NAMED_EVENTS) if not seen[name]]
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_driven(page_size: int) -> None:
-    """A quarter of the moves, over windows, overlap and key modes; every rule and event happens at every page size."""
-    setups = [setup for setup in covering_setups(SEED) if setup.page_size == page_size]
-    left = -(-MOVES // 4)
-    seen: Counter[str] = Counter()
-    lap = 0
-    while left > 0:  # fresh books now and then: a long run is many short ones
-        setup = setups[lap % len(setups)]
-        moves = min(left, LAP_MOVES)
-        simulation = Simulation(replace(setup, seed=setup.seed + lap))
-        simulation.run(moves, random.Random(1_000_003 * setup.seed + lap))
-        seen += simulation.events
-        left, lap = left - moves, lap + 1
-    rules = [f"rule {name}" for name, _ in Simulation.MOVES]
-    if MOVES >= 20_000:
-        assert not [name for name in (*rules, *NAMED_EVENTS) if not seen[name]], seen
-    assert sum(seen[name] for name in rules) >= MOVES // 4
+    """A quarter of the moves; every rule and event happens at every page size."""
+    seen = drive(page_size, MOVES // 4, seed=0)
+    assert MOVES < 20_000 or not missing(seen), seen
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_soak(page_size: int) -> None:
+    """A million moves, with other seeds than the short run's."""
+    assert not missing(drive(page_size, SOAK_MOVES // 4, seed=1_000_000))
 
 
 setups = st.builds(
@@ -124,7 +132,7 @@ for move_name, weight in Simulation.MOVES:
         setattr(LedgerMachine, f"{move_name}_{copy}", _rule(move_name))
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=60 if not SOAK_MOVES else 2_000,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
