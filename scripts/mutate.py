@@ -36,7 +36,16 @@ PACKAGE = REPO / "src" / "octavo" / "kv"
 TESTS = REPO / "tests" / "laws"
 SURVIVORS = TESTS / "survivors.txt"
 
-QUICK = ["test_ledger.py", "test_prefix.py", "test_transfers.py", "test_pool.py", "test_planted.py", "test_tables.py"]
+QUICK = [
+    "test_ledger.py",
+    "test_ledger_ends.py",
+    "test_ledger_books.py",
+    "test_prefix.py",
+    "test_transfers.py",
+    "test_pool.py",
+    "test_planted.py",
+    "test_tables.py",
+]
 FIRST_BY_FILE = {
     "sizing.py": ["test_tables.py"], "sliding.py": ["test_tables.py"], "pages.py": ["test_tables.py"],
     "pool.py": ["test_pool.py"], "prefix.py": ["test_prefix.py"], "heap.py": ["test_prefix.py"],
