@@ -29,7 +29,6 @@ if [ "${OCTAVO_NATIVE:-1}" != 0 ] && has g++; then
     bash scripts/test_native_kernels.sh
     if has g++-aarch64-linux-gnu && has qemu-user; then bash scripts/test_native_kernels.sh aarch64; fi
 fi
-"$bin"/python scripts/mutate.py --sample 60 --seed 1
 
 # Cheapest level first: a broken law is seen within seconds, a real model's text last.
 order=()
@@ -43,6 +42,7 @@ for folder in tests/*/; do
     fi
 done
 "$bin"/python -m pytest -q -m "not soak and not cuda" --durations=15 "${order[@]}"
+"$bin"/python scripts/mutate.py --sample 60 --seed 1
 
 if ! "$bin"/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     not_run+=("CUDA (no device; make test-cuda on a machine with one)")
