@@ -85,6 +85,14 @@ def test_chat_is_the_same_with_and_without_drafts(smol: Server, greedy_text: dic
         assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens  # type: ignore[union-attr]
 
 
+def test_the_model_is_in_its_right_mind(smol: Server) -> None:
+    """What transformers makes of the same file and the same chat."""
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0,
+            "max_tokens": 16}  # fmt: skip
+    choice = smol.post("/v1/chat/completions", body).json()["choices"][0]
+    assert choice["message"]["content"] == "The capital of France is Paris." and choice["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}],
                          ids=["required", "named"])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
