@@ -80,8 +80,8 @@ def same_text(name: str, lengths: list[int], **options: Any) -> Pair:
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_smollm2(draft: str) -> None:
-    pair = same_text("smollm2", [5, 17, 33, 120], draft=draft)
-    assert pair.decode.side.tally.results["done"] == 4
+    pair = same_text("smollm2", [5, 17, 70], draft=draft)
+    assert pair.decode.side.tally.results["done"] == 3
     pair.close()
 
 
@@ -95,7 +95,7 @@ def test_smollm2_with_draft_kv(draft: str, tmp_path: Path) -> None:
         config = DFlashConfig(shape, vocab, vocab, 2, default_dflash_layers(target.num_layers, 2), 6, vocab - 1,
                               (None, None), (False, False))
     save_draft(tmp_path / draft, random_draft(config, seed=3), dtype=torch.float32)
-    same_text("smollm2", [17, 60], draft=draft, draft_model=str(tmp_path / draft)).close()
+    same_text("smollm2", [17, 40], draft=draft, draft_model=str(tmp_path / draft)).close()
 
 
 def test_gemma_moves_the_tail_of_its_window_only() -> None:
