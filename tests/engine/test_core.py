@@ -7,9 +7,10 @@ import random
 
 import pytest
 
+from octavo.config import ServerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.request import EngineRequest
-from octavo.errors import ConfigError, ContextLengthExceeded, NeverFits, RequestError
+from octavo.errors import ConfigError, ContextLengthExceeded, NeverFits, QueueFull, RequestError
 from octavo.params import SamplingParams
 from tests.tiny import EOS, VOCAB, engine
 
@@ -232,3 +233,16 @@ def test_three_hundred_requests_at_once() -> None:
     answers = run(core, [(p, short) for p in given])
     assert all(len(answer) == 4 for answer in answers)
     assert answers[7] == solo("llama", given[7], short)
+
+
+def test_more_choices_than_a_server_could_ever_take_are_a_mistake_of_the_call() -> None:
+    core = engine(max_running=2)
+    core.config = ServerConfig.from_options({"max_running": 2, "max_queue": 3}, environ={})
+    with pytest.raises(RequestError, match="n: got 6; this server takes at most 5"):
+        core.add_request(EngineRequest("r", [1, 2], SamplingParams(n=6)))
+    core.add_request(EngineRequest("fits", [1, 2], SamplingParams(n=5, max_tokens=1)))
+    with pytest.raises(QueueFull):
+        core.add_request(EngineRequest("later", [1, 2], SamplingParams(n=1, max_tokens=1)))
+    while core.has_work():
+        core.step()
+    core.close()

@@ -110,6 +110,9 @@ class EngineCore:
         limit = getattr(self.config, "max_queue", None)  # a server's limit; a library call waits as long as it likes
         free_slots = max(0, self.config.max_running - len(self.scheduler.running))  # these do not wait
         waiting = len(self.scheduler.waiting) + (self.side.waiting if self.side is not None else 0)
+        if limit is not None and params.n > limit + self.config.max_running:
+            most = limit + self.config.max_running
+            raise RequestError(f"n: got {params.n}; this server takes at most {most} choices of a call", param="n")
         if limit is not None and waiting + params.n > limit + free_slots:
             raise QueueFull(f"{waiting} requests wait; at most {limit} may")
         self.ledger.can_ever_fit(prompt, max_tokens, self.parts.reserve)
