@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 GREETING_S = 4.0  # until a prefill server has answered the handshake (clients are promised 5 s)
+GREET_AGAIN_S = 1.0
 ASK_AGAIN_S = 0.5  # a lost "read" or its lost answer is asked again
 LOOK_AHEAD = 8  # rooms behind the head of the line that may pass it
 MAX_PASSED = 16  # the head is passed so often, then everybody waits for it
@@ -51,7 +52,7 @@ class Server:
     """One prefill server as this side knows it."""
 
     def __init__(self, since_s: float) -> None:
-        self.since_s = since_s
+        self.since_s = self.greeted_s = since_s
         self.welcome: p.Welcome | None = None
 
 
@@ -380,7 +381,7 @@ class DecodeSide:
         if was in (Phase.ARRIVED, Phase.PREALLOCATING):
             self._line.remove(room)
             self.tally.count(_cause(reason, error))
-            if was is Phase.PREALLOCATING:  # it waits to be asked: nobody will
+            if room.peer in self._servers:  # the request over there waits to be asked: nobody will
                 self._hub.send(room.peer, p.Drop(room.room, 0, _why(reason, error)))
         elif was in (Phase.TRANSFERRING, Phase.WAITING):
             del self._moving[room.room, room.attempt]
@@ -395,6 +396,9 @@ class DecodeSide:
             if server.welcome is None and now > server.since_s + GREETING_S:
                 del self._servers[peer]
                 self._fail_all(peer, HandoverTimeout(f"prefill server {peer} did not answer within {GREETING_S:g} s"))
+            elif server.welcome is None and now > server.greeted_s + GREET_AGAIN_S:
+                server.greeted_s = now
+                self._hub.send(peer, p.Hello(self.layout))
         for room in [r for r in (*self._line, *self._moving.values()) if now >= r.deadline_s]:
             self._core.fail(room.request, HandoverTimeout(
                 f"room {room.room} was {room.phase.value} when its {self._timeout_s:g} s were over"))
