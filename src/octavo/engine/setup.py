@@ -58,7 +58,7 @@ def build(
     `device` overrides `config.device` without looking whether it exists; `draft` is a plan made before.
     """
     device = _device(config) if device is None else device
-    _set_threads(config)
+    torch.set_num_threads(config.num_threads)
     if loaded is None:
         loaded = load_model(
             config.model,
@@ -81,6 +81,8 @@ def build(
         max_positions=max_model_len + draft.reserve.tokens,
         threads=config.num_threads,
     )
+    if network.kernels.startswith("native"):
+        torch.set_num_threads(1)  # the compiled operations have threads of their own; two pools would fight
     max_rows = _rows(config)
     trace = _trace(config)
     ledger = Ledger(
@@ -138,10 +140,6 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda", "this torch finds no CUDA device; allowed here: cpu")
     return torch.device(config.device)
-
-
-def _set_threads(config: EngineConfig) -> None:
-    torch.set_num_threads(config.num_threads)
 
 
 def _trace(config: EngineConfig) -> Any:

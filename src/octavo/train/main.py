@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo import hardware
 from octavo.errors import ConfigError
 from octavo.train.options import TrainOptions, add_arguments, from_args
 
@@ -52,6 +53,7 @@ def train_draft(
     factory = _default_llm(options, target.config.context_tokens) if llm_factory is None else llm_factory
     work = _cache(options) / _short(target.sha256 or target.name)
     corpus = make_corpus(options, target, factory, work)
+    _threads(options)  # an engine beside compiled operations leaves torch one thread; training wants them all
     started = time.monotonic()
     figures = _train(options, target, corpus, work)
     figures["training_hours"] = round((time.monotonic() - started) / 3600, 3)
@@ -280,10 +282,9 @@ def _default_llm(options: TrainOptions, context_tokens: int) -> Callable[..., An
 
 
 def _threads(options: TrainOptions) -> None:
-    if options.threads is not None:
-        import torch
+    import torch
 
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(hardware.physical_cores() if options.threads is None else options.threads)
 
 
 def _cache(options: TrainOptions) -> Path:
