@@ -50,7 +50,7 @@ class DFlashDrafter:
         size = config.block_size if block_size is None else block_size
         check_block(size, config.block_size)
         self.config, self.block_size = config, config.block_size
-        self.identity = weights.fingerprint
+        self._weights = weights
         self.max_draft_tokens = self.max_depth = size - 1
         # the draft forward writes the trained block whatever is verified of it
         self.footprint_tokens = config.block_size
@@ -63,6 +63,11 @@ class DFlashDrafter:
         self.network = DFlashNetwork(weights, target, layers)
         self._causal_mask = chain_mask(config.block_size - 1, target.device)
         self._full_mask = self._causal_mask.narrow(0, config.block_size - 1, 1).expand(config.block_size)
+
+    @property
+    def identity(self) -> str:
+        """Tells this draft's weights from others'. Reads them back, so it is asked for off the launch path only."""
+        return self._weights.fingerprint
 
     def begin(self, request: DraftRequest) -> None:
         self.limit.begin(request)

@@ -67,7 +67,7 @@ class EagleDrafter:
         nodes = default_nodes(steps, top_k) if draft_tokens is None else draft_tokens
         check_eagle(steps, top_k, nodes, config.draft_vocab_size)
         self.config, self.steps, self.top_k = config, steps, top_k
-        self.identity = weights.fingerprint
+        self._weights = weights
         self.max_draft_tokens = nodes - 1
         self.max_depth = min(steps, nodes - 1)
         self.footprint_tokens = max(steps * top_k, nodes)
@@ -80,6 +80,11 @@ class EagleDrafter:
         self._bits = bit_table(target.device)
 
     # -- life of a row -----------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> str:
+        """Tells this draft's weights from others'. Reads them back, so it is asked for off the launch path only."""
+        return self._weights.fingerprint
 
     def begin(self, request: DraftRequest) -> None:
         self.limit.begin(request)
