@@ -10,6 +10,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger
+from octavo.kv.replay import _Request
 from octavo.kv.trace import TraceError, TraceWriter, read_trace, replay
 from tests.laws.helpers import commit, prefill, sliding, tokens
 from tests.laws.law_setups import Setup
@@ -115,6 +116,32 @@ def test_the_one_with_the_fewest_outputs_is_preempted(tmp_path: Path) -> None:
     got = replay(tmp_path / "trace")
     assert (got["preemptions"], got["resumed"], got["waiting_at_end"], got["violations"]) == (1, 1, 0, 0)
     assert got["calls"] == len(calls) and got["peak_pages"] == {"full": 8} and got["hits"] == 0
+
+
+def test_a_resumed_request_publishes_what_was_computed_again(tmp_path: Path) -> None:
+    """Row 1 is preempted at 16 tokens, computed again when row 0 ends, and a third request finds its pages."""
+    calls = [*admit(0, 12), *admit(1, 12, 50)]
+    calls += [{"call": "plan", "rows": [0, 1], "reserve": 4}]
+    calls += [{"call": "commit", "rows": [0, 1], "committed": [15, 13]}]
+    calls += [{"call": "plan", "rows": [0, 1], "reserve": 4}, {"call": "commit", "rows": [0, 1], "committed": [18, 16]}]
+    calls += [{"call": "release", "row": 0}]
+    calls += [{"call": "publish", "row": 1, "tokens": tokens(12, 50)}, {"call": "release", "row": 1}]
+    calls += admit(2, 13, 50)
+    write_trace(tmp_path / "trace", *calls)
+    got = replay(tmp_path / "trace")
+    assert (got["preemptions"], got["resumed"], got["violations"]) == (1, 1, 0)
+    assert got["hits"] == 12
+
+
+def test_outputs_are_what_was_written_behind_the_prompt() -> None:
+    assert [_Request([7] * 3, None, committed=c).outputs for c in (0, 3, 5)] == [0, 0, 2]
+
+
+def test_the_sliding_pool_keeps_its_tokens_and_its_slack_at_another_page_size(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace", *admit(0, 12), swa_pages=20, window_tokens=8)
+    assert replay(tmp_path / "trace")["swa_pages"] == 20
+    assert replay(tmp_path / "trace", page_size=8)["swa_pages"] == 20 * 4 // 8 + 2
+    assert replay(tmp_path / "trace", page_size=16)["swa_pages"] == 20 * 4 // 16 + 2
 
 
 def test_the_books_are_checked_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
