@@ -189,12 +189,14 @@ def _has(path: Path, sha256: str) -> bool:
 
 
 def _size(folder: Path) -> int:
+    """Bytes below `folder`. pip moves files and folders while we look: what is gone counts nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moves its files while we look
-            continue
+    for parent, _, names in os.walk(folder):  # a folder that vanishes is passed over
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
     return total
 
 
