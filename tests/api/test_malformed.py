@@ -192,3 +192,14 @@ def test_wrong_method(server: Server) -> None:
     assert "POST" in response.json()["error"]["message"]
     assert server.post("/health", {}).status_code == 405
     assert httpx.delete(server.url + "/v1/models", timeout=30).status_code == 405
+
+
+def test_numbers_beyond_64_bits_are_refused(server: Server) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": [2**70], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [[1, 2**64]], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [2**65], "max_tokens": 1}),
+        ("/detokenize", {"tokens": [2**70]}),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 400, (path, body, answer.text)

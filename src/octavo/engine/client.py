@@ -242,8 +242,8 @@ class EngineClient:
         if request.request_id in self._streams:
             raise RequestError(f"request_id: {request.request_id!r} is in use", param="request_id")
         stream = RequestStream(self, request)
+        self._send(m.Submit(request))  # may refuse: only what was sent is in flight
         self._streams[request.request_id] = stream
-        self._send(m.Submit(request))
         return stream
 
     def _unavailable(self) -> OctavoError:
@@ -294,7 +294,11 @@ class EngineClient:
             self._replies.pop(number, None)
 
     def _send(self, command: m.Command) -> None:
-        self._commands.send(m.encoder.encode(command), copy=True)
+        try:
+            raw = m.encoder.encode(command)
+        except OverflowError:
+            raise RequestError("a number of the request does not fit into 64 bits") from None
+        self._commands.send(raw, copy=True)
 
     # what the engine says
 
