@@ -32,7 +32,12 @@ for part in "${@:-decode prefill chat streams perplexity}"; do
                     --profile --plot "$results/chat.svg"
                 ;;
             streams) bench "streams.json" --chat --mode plain,best --streams 4,16 --output-tokens 128 --peer llama.cpp ;;
-            perplexity) bench "perplexity.json" --perplexity --perplexity-tokens 16384 ;;
+            perplexity)
+                bench "perplexity.json" --perplexity --perplexity-tokens 16384
+                bench "perplexity-topics.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp
+                bench "perplexity-kjv.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp \
+                    --perplexity-text "$(bash scripts/texts.sh)"
+                ;;
             vllm)
                 folder=$(mktemp -d)
                 "${VENV:-.venv}"/bin/python benchmarks/export_safetensors.py "$model" "$folder"

@@ -12,7 +12,7 @@ import pytest
 
 from octavo.bench import measure, record
 from octavo.bench.engines import Peer, PeerFailed, Sample, peer_python
-from octavo.bench.workload import Case, ChatPrompts, DepthPrompts, read_prompts
+from octavo.bench.workload import Case, ChatPrompts, DepthPrompts, read_prompts, read_text
 from octavo.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,19 @@ def test_the_forty_prompts_are_as_they_were_before_training() -> None:
     assert hashlib.sha256(CHAT40.read_bytes()).hexdigest() == (
         "1a2884eb8ebaaf66cc875af2f8a89dba421b827b2fdd24a57aea44b34a5f68a5"
     )
+
+
+def test_a_few_prompts_come_from_all_categories() -> None:
+    few = ChatPrompts(CHAT40, lambda messages: words(messages[0]["content"]), 8).entries
+    assert [entry["category"] for entry in few] == [c for c in ("explain", "write", "code", "transform") for _ in "ab"]
+
+
+def test_a_text_to_score_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("empty", "binary", "absent"):
+        with pytest.raises(UserError, match=name):
+            read_text(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("text", ["not json\n", '{"prompt": 3}\n', "[1]\n", "\n"])

@@ -43,6 +43,17 @@ def source_text() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def read_text(path: str) -> str:
+    """A text file of the user's. Raises UserError naming it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--perplexity-text: {path}: {error}") from None
+    if not text.strip():
+        raise UserError(f"--perplexity-text: {path}: no text in it")
+    return text
+
+
 def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -71,7 +82,9 @@ class ChatPrompts:
     def __init__(
         self, path: Path, encode_chat: Callable[[list[dict[str, str]]], Sequence[int]], limit: int | None
     ) -> None:
-        self.entries = read_prompts(path)[:limit]
+        entries = read_prompts(path)
+        count = min(limit or len(entries), len(entries))
+        self.entries = [entries[i * len(entries) // count] for i in range(count)]  # evenly, so from all categories
         self.ids = [list(encode_chat([{"role": "user", "content": entry["prompt"]}])) for entry in self.entries]
 
     def groups(self, case: Case, repeat: int) -> list[list[list[int]]]:

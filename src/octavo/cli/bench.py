@@ -18,6 +18,7 @@ from octavo.options import format_size
 if TYPE_CHECKING:
     from octavo.bench.engines import Engine
     from octavo.bench.measure import Line
+    from octavo.bench.perplexity import Perplexity
     from octavo.bench.profile import Profile
     from octavo.bench.workload import Case
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--prompts", metavar="FILE", help="JSON lines with a field 'prompt' (default: benchmarks/prompts/chat40.jsonl)"
     )
-    work.add_argument("--limit", metavar="N", help="only the first N chat prompts")
+    work.add_argument("--limit", metavar="N", help="only N of the chat prompts, evenly from all of them")
     work.add_argument(
         "--streams", "--concurrency", default="1", metavar="N[,N]", help="requests at a time (default: 1)"
     )
@@ -71,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="score a fixed text instead of timing: exact, auto, int8, int4, bf16",
     )
     quality.add_argument("--perplexity-tokens", default="4096", metavar="N", help="tokens of text (default: 4096)")
+    quality.add_argument(
+        "--perplexity-text", metavar="FILE", help="text to score (default: Python's help topics; see scripts/texts.sh)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object (docs/schemas/bench.json)")
     output.add_argument("--out", metavar="FILE", help="write the JSON to FILE as well")
@@ -252,18 +256,20 @@ def _model_path(config: EngineConfig) -> str:
 
 def _perplexity(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, Any], str]:
     from octavo.bench import perplexity, record
-    from octavo.bench.workload import source_text, text_sha256
+    from octavo.bench.workload import read_text, source_text, text_sha256
     from octavo.model.load import load_model
 
     formats = args.perplexity.split(",")
     if unknown := [name for name in formats if name not in perplexity.FORMATS]:
         raise ConfigError("--perplexity", unknown[0], f"allowed: {', '.join(perplexity.FORMATS)}")
     loaded = load_model(config.model, cache_dir=config.cache_dir, accept_license=config.accept_license)
-    text = source_text()
-    ids = list(loaded.tokenizer.encode(text))[: _numbers(args, "perplexity_tokens", 2)[0]]
+    wanted = _numbers(args, "perplexity_tokens", 2)[0]
+    text = source_text() if args.perplexity_text is None else read_text(args.perplexity_text)
+    ids = list(loaded.tokenizer.encode(text[: 16 * wanted]))[:wanted]
     scores = perplexity.measure(
         loaded, formats, ids, config.page_size, lambda name, done, total: _progress(f"{name}: window {done} of {total}")
     )
+    scores += _peer_scores(args, config, ids)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     base = next((s for s in scores if s.format == "exact"), None)
@@ -290,11 +296,35 @@ def _perplexity(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[st
     ]
     result = record.environment() | {
         "model": {"name": config.model},
+        "text": args.perplexity_text and Path(args.perplexity_text).name,
         "text_sha256": text_sha256(text),
         "window_tokens": perplexity.WINDOW_TOKENS,
         "perplexity": lines,
     }
     return result, record.render(rows)
+
+
+def _peer_scores(args: argparse.Namespace, config: EngineConfig, ids: list[int]) -> list[Perplexity]:
+    """What peers make of the same ids in the same windows."""
+    from octavo.bench.engines import Peer, peer_python
+    from octavo.bench.perplexity import WINDOW_TOKENS, Perplexity
+
+    scores = []
+    for name in args.peer.split(",") if args.peer else ():
+        _progress(f"{name}: scoring")
+        peer = Peer(
+            name,
+            peer_python(name, args.peer_python),
+            args.peer_model or _model_path(config),
+            threads=config.num_threads,
+            streams=1,
+            context_tokens=WINDOW_TOKENS,
+        )
+        try:
+            scores.append(Perplexity(name, "the peer's own", *peer.perplexity(ids, WINDOW_TOKENS)))
+        finally:
+            peer.close()
+    return scores
 
 
 # A server
@@ -306,7 +336,8 @@ def _server(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     prompts = [entry["prompt"] for entry in read_prompts(chat_prompts_path(args.prompts))]
     if args.limit:
-        prompts = prompts[: _numbers(args, "limit", 1)[0]]
+        count = min(_numbers(args, "limit", 1)[0], len(prompts))
+        prompts = [prompts[i * len(prompts) // count] for i in range(count)]
     wanted = _numbers(args, "requests", 1)[0] if args.requests else len(prompts)
     prompts = [prompts[i % len(prompts)] for i in range(wanted)]
     key = args.server_key or os.environ.get("OCTAVO_API_KEY") or os.environ.get("OPENAI_API_KEY")
