@@ -14,6 +14,7 @@ They differ only inside trees. A window W lets a query at position q read keys a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,8 @@ class StepMeta:
     mask         [n]  64-bit ancestor masks over slots kv_start+j, or None for causal order
     q_indptr     b+1 host integers
     max_kv_tokens     host upper bound of any slot read, plus one (shapes of gathers)
+    dense_from        sequences from this one on are prompt chunks, which see all their pages in sparse layers
+                      too; None: no such sequence (every one decodes)
     """
 
     token_ids: torch.Tensor
@@ -42,6 +45,7 @@ class StepMeta:
     mask: torch.Tensor | None
     q_indptr: tuple[int, ...]
     max_kv_tokens: int
+    dense_from: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +55,82 @@ class StepMeta:
     def num_seqs(self) -> int:
         return len(self.q_indptr) - 1
 
+    @property
+    def sparse_seqs(self) -> int:
+        """Leading sequences that select pages in sparse layers; the others are prompt chunks."""
+        return self.num_seqs if self.dense_from is None else self.dense_from
+
+
+class PageSelector(Protocol):
+    """Which pages of a long context matter to a query (`--page-selector module:Class`; made without arguments).
+
+    A page is summed up once, when it is complete, by two vectors a KV head; the sums live beside the page in the
+    host tier's books, so a shared prefix shares them. A query's scores must not depend on other queries or pages
+    of the call (text would depend on company then), and nothing here may read a device value on the host.
+    """
+
+    def summarise(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """Rotated keys [m, kv_heads, page_size, head_dim] of sparse layer `layer` -> float32 [m, 2, kv_heads,
+        head_dim]."""
+
+    def score(self, layer: int, queries: torch.Tensor, summaries: torch.Tensor) -> torch.Tensor:
+        """Rotated, unscaled float32 queries [n, kv_heads, group, head_dim], summaries [n, pages, 2, kv_heads,
+        head_dim] -> float32 [n, pages]: the larger, the sooner a page counts. Scores of incomplete pages are void.
+        """
+
+
+@dataclass(frozen=True)
+class SparseView:
+    """Device side of HiSparse: KV of sparse layers lives in a row's slots and, whole, in the host tier.
+
+    slots       [slots + 1, sparse_layers, 2, kv_heads, page_size, head_dim]; the last one is spare
+    host        [host_pages + 1, all layers, 2, kv_heads, page_size, head_dim]; the last one is spare. Indexed like a
+                device tensor: on CUDA a device-addressable view of pinned memory, on a CPU memory or a mapped file
+    bounds      float32 [host_pages + 1, sparse_layers, 2, kv_heads, head_dim]: a selector's sums of complete pages
+    row_slots   int32 [max_rows, device_pages] slots of a row, -1 none
+    host_table  int32 [max_rows, width_pages] host page of a column (page of a row), -1 none
+    slot_map    int32 [sparse_layers, max_rows, width_pages] place (0 … device_pages - 1) of a column, -1 none
+    column_of   int32 [sparse_layers, max_rows, device_pages] column in a place, -1 empty: the inverse of slot_map
+    order       int32 [sparse_layers, max_rows, device_pages] places of a row, least recently used first
+    backed      int32 [max_rows] columns below it are in the host tier, drained; written by the host before a launch
+
+    host_layers        layer inside a host page of each sparse layer
+    dense_host_layers  layer inside a host page of each layer of the device's full pool (dense and draft layers)
+    topk_pages         candidates a query counts beside page 0 and the recent ones
+    recent_tokens      positions up to the query's own that always count (at least footprint_tokens)
+    footprint_tokens   most slots one step of a row may write
+    dense_limit_tokens a query at position q counts everything iff q + 1 <= dense_limit_tokens
+
+    The tensors' contents on the device belong to `ops/torch_sparse.py` and `native/sparse.cpp`.
+    """
+
+    slots: torch.Tensor
+    host: torch.Tensor
+    bounds: torch.Tensor
+    row_slots: torch.Tensor
+    host_table: torch.Tensor
+    slot_map: torch.Tensor
+    column_of: torch.Tensor
+    order: torch.Tensor
+    backed: torch.Tensor
+    host_layers: tuple[int, ...]
+    dense_host_layers: tuple[int, ...]
+    page_size: int
+    topk_pages: int
+    recent_tokens: int
+    footprint_tokens: int
+    dense_limit_tokens: int
+    selector: PageSelector | None = None  # None: page bounds
+
+    @property
+    def device_pages(self) -> int:
+        """Slots of one row, pages."""
+        return self.row_slots.shape[1]
+
+    @property
+    def num_layers(self) -> int:
+        return self.slots.shape[1]
+
 
 @dataclass(frozen=True)
 class KVView:
@@ -58,6 +138,7 @@ class KVView:
 
     full / swa   [pages, layers_of_pool, 2 (k, v), kv_heads, page_size, head_dim]; None where the model has
                  no such layers. A page is one contiguous block over all layers of its pool.
+    sparse       the layers of pool "sparse" (HiSparse), None without
     full_table / swa_table   int32 [max_rows, width_pages]; -1 means "no page". Written, never read back.
     """
 
@@ -66,6 +147,7 @@ class KVView:
     full_table: torch.Tensor
     swa_table: torch.Tensor | None
     page_size: int
+    sparse: SparseView | None = None
 
     def pool(self, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(kv tensor, page table) of pool "full" or "swa"."""
@@ -79,6 +161,6 @@ class KVView:
 class KVLayer:
     """Where one attention layer keeps its KV: pool kind and index inside a page of that pool."""
 
-    pool: str  # "full" | "swa"
+    pool: str  # "full" | "swa" | "sparse" (index among the sparse layers)
     index: int
     window_tokens: int | None = None  # None: full attention
