@@ -32,8 +32,8 @@ class StepMeta:
     mask         [n]  64-bit ancestor masks over slots kv_start+j, or None for causal order
     q_indptr     b+1 host integers
     max_kv_tokens     host upper bound of any slot read, plus one (shapes of gathers)
-    dense_from        sequences from this one on are prompt chunks, which see all their pages in sparse layers
-                      too; None: no such sequence (every one decodes)
+    num_decodes       leading sequences that decode: they select pages in sparse layers; the others are prompt
+                      chunks, which see all their pages there too
     """
 
     token_ids: torch.Tensor
@@ -45,7 +45,7 @@ class StepMeta:
     mask: torch.Tensor | None
     q_indptr: tuple[int, ...]
     max_kv_tokens: int
-    dense_from: int | None = None
+    num_decodes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -54,11 +54,6 @@ class StepMeta:
     @property
     def num_seqs(self) -> int:
         return len(self.q_indptr) - 1
-
-    @property
-    def sparse_seqs(self) -> int:
-        """Leading sequences that select pages in sparse layers; the others are prompt chunks."""
-        return self.num_seqs if self.dense_from is None else self.dense_from
 
 
 class PageSelector(Protocol):

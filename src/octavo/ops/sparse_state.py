@@ -60,13 +60,15 @@ def new_sparse_view(
     )
 
 
-def reset_rows(view: SparseView, rows: torch.Tensor) -> None:
-    """Forget what the slots of `rows` int64 [b] hold: no column mapped, nothing backed up, order as at the start."""
+def open_rows(view: SparseView, rows: torch.Tensor) -> None:
+    """Forget what the slots of `rows` int64 [b] hold: no column mapped, order as at the start.
+
+    Called when a row opens and when it closes; `backed`, `row_slots` and `host_table` are the host's to write.
+    """
     view.slot_map.index_fill_(1, rows, -1)
     view.column_of.index_fill_(1, rows, -1)
     fresh = torch.arange(view.device_pages, dtype=torch.int32, device=view.order.device)
     view.order[:, rows] = fresh
-    view.backed.index_fill_(0, rows, 0)
 
 
 def back_up(kv: KVView, rows: torch.Tensor, columns: torch.Tensor) -> None:
