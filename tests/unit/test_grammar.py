@@ -41,15 +41,22 @@ def next_ids(matcher: Matcher) -> set[int]:
     return allowed(out)
 
 
+def advance(matcher: Matcher, tokens: list[int]) -> bool:
+    """Move behind all tokens; whether the answer was complete behind the last one, and not before."""
+    done = [matcher.advance(token) for token in tokens]
+    assert not any(done[:-1])
+    return done[-1]
+
+
 def test_regex_masks_are_exactly_the_tokens_that_can_follow() -> None:
     matcher = grammar(regex="(The|Then) [0-9]{2}").matcher()
     texts = {TOKENIZER.decode([i], skip_special_tokens=False) for i in next_ids(matcher)}
     assert texts and texts <= {"T", "Th", "The"}  # forced text may be narrowed to its usual token
     assert not matcher.accept(TOKENIZER.encode("x")[0])
-    assert matcher.accept_all(TOKENIZER.encode("The ")) is False
+    assert advance(matcher, TOKENIZER.encode("The ")) is False
     digits = {TOKENIZER.decode([i]) for i in next_ids(matcher)}
     assert digits >= set("0123456789") and all(text.isdigit() for text in digits)
-    assert matcher.accept_all(TOKENIZER.encode("42")) is True
+    assert advance(matcher, TOKENIZER.encode("42")) is True
     assert matcher.is_accepting and matcher.error is None
     assert next_ids(matcher) == {EOS}
 
@@ -73,7 +80,7 @@ def test_any_walk_over_allowed_tokens_is_schema_valid(boxed, data: st.DataObject
 
 def test_whitespace_is_bounded() -> None:
     matcher = grammar(json_object=True).matcher()
-    assert matcher.accept_all(TOKENIZER.encode("{")) is False
+    assert advance(matcher, TOKENIZER.encode("{")) is False
     newline = TOKENIZER.encode("\n")[0]
     taken = 0
     while matcher.accept(newline):
@@ -112,7 +119,8 @@ def test_masks_of_a_drafted_tree_and_no_trace(data: st.DataObject) -> None:
         parents.append(parent)
         depth.append(depth[parent] + 1)
     matcher = make.matcher()
-    matcher.accept_all(answer[:cut])
+    for token in answer[:cut]:
+        assert not matcher.advance(token)
     before = next_ids(matcher)
     masks = matcher.masks_for_draft(tokens, parents)
     for mask, want in zip(masks, reference_masks(make, answer[:cut], tokens, parents), strict=True):
@@ -140,14 +148,14 @@ def test_completeness_does_not_depend_on_masks_asked_for_before() -> None:
         plain, drafted = grammar(**field).matcher(), grammar(**field).matcher()
         for token in TOKENIZER.encode(text):
             drafted.masks_for_draft([token, EOS, 3])
-            assert plain.accept_all([token]) == drafted.accept_all([token])
+            assert plain.advance(token) == drafted.advance(token)
         assert plain.is_finished and drafted.is_finished, text
 
 
 def test_matchers_of_one_grammar_are_independent() -> None:
     make = grammar(regex="ab*c")
     first, second = make.matcher(), make.matcher()
-    first.accept_all(TOKENIZER.encode("a"))
+    advance(first, TOKENIZER.encode("a"))
     assert next_ids(first) != next_ids(second) == next_ids(make.matcher())
     assert COMPILER.compile(SamplingParams(regex="ab*c")) is make
 
@@ -155,12 +163,12 @@ def test_matchers_of_one_grammar_are_independent() -> None:
 def test_lark_and_gbnf_grammars() -> None:
     for text in ('start: "yes" | "no"', 'root ::= "yes" | "no"'):
         matcher = grammar(grammar=text).matcher()
-        assert matcher.accept_all(TOKENIZER.encode("yes")) is True
+        assert advance(matcher, TOKENIZER.encode("yes")) is True
 
 
 def test_a_token_the_grammar_forbids_ends_the_answer_with_an_error() -> None:
     matcher = grammar(regex="abc").matcher()
-    assert matcher.accept_all(TOKENIZER.encode("x")) is True
+    assert advance(matcher, TOKENIZER.encode("x")) is True
     assert matcher.error is not None and "not allowed" in matcher.error
     assert np.all(matcher.masks_for_draft([5], None) == -1)
 

@@ -266,27 +266,24 @@ class EngineCore:
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float) -> None:
         """Give a request its accepted run; the earliest stop inside it wins, the rest is dropped."""
-        delta = request.output.append(tokens, logprobs)
-        kept = tokens[: delta.kept_tokens]
-        request.tokens.extend(kept)
-        self._stats.tokens(request, len(kept), now)
+        delta = request.output.append(tokens, logprobs, request.grammar)
+        request.tokens.extend(tokens[: delta.kept_tokens])
+        self._stats.tokens(request, delta.kept_tokens, now)
         reason = delta.finish_reason
         error: OctavoError | None = None
-        if request.grammar is not None and request.grammar.accept_all(kept) and reason is None:
-            if request.grammar.error is not None:
-                error = GrammarError(f"request {request.call_id}: {request.grammar.error}")
-            delta, reason = self._ended(request, delta, "stop" if error is None else "error")
+        if reason == "error" and request.grammar is not None:
+            error = GrammarError(f"request {request.call_id}: {request.grammar.error}")
         elif reason is None and len(request.tokens) >= self.max_model_len:
-            delta, reason = self._ended(request, delta, "length")
+            delta, reason = self._full(request, delta)
         if reason is not None:
             self._release(request, reason, publish=True, error=error)
         if reason is not None or delta.text or delta.token_ids:
             self._emit(request, delta, reason, error)
 
-    def _ended(self, request: Request, delta: Delta, reason: str) -> tuple[Delta, str]:
-        """End an answer for a reason its output cannot see (grammar complete, context full)."""
-        tail = request.output.finish(reason)
-        return replace(delta, text=delta.text + tail.text, finished=True, finish_reason=reason), reason
+    def _full(self, request: Request, delta: Delta) -> tuple[Delta, str]:
+        """End an answer at the end of the context, which its output cannot see."""
+        tail = request.output.finish("length")
+        return replace(delta, text=delta.text + tail.text, finished=True, finish_reason="length"), "length"
 
     def _emit(self, request: Request, delta: Delta, reason: str | None, error: OctavoError | None = None) -> None:
         self._ready.append(

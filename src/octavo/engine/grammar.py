@@ -60,12 +60,15 @@ class Matcher:
         """Move behind one token. False, and no move, where the grammar does not allow it."""
         return self.error is None and self._inner.try_consume_tokens([token]) == 1
 
-    def accept_all(self, tokens: Sequence[int]) -> bool:
-        """Move behind an accepted run. True: the answer is complete (or cannot go on, see `error`)."""
-        taken = self._inner.try_consume_tokens(list(tokens)) if tokens and self.error is None else len(tokens)
-        self._check()
-        if taken < len(tokens) and not self.is_finished and self.error is None:
-            self.error = f"token {tokens[taken]} is not allowed by the grammar"
+    def advance(self, token: int) -> bool:
+        """Move behind a token of the answer. True: the answer is complete (or cannot go on, see `error`).
+
+        Asked after every single token, never after a run: that an answer ends, and with which token, must be a
+        function of its tokens alone, whatever drafts have brought them.
+        """
+        if not self.accept(token):
+            self._check()
+            self.error = self.error or f"token {token} is not allowed by the grammar"
         return self.is_finished
 
     def rollback(self, tokens: int) -> None:

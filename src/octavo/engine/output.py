@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from octavo.engine.detokenizer import Detokenizer, HasBackend
 from octavo.engine.stops import StopMatcher
@@ -217,6 +218,15 @@ class RequestOutput:
         return all(output.finished for output in self.outputs)
 
 
+class AnswerGrammar(Protocol):
+    """What is asked of `engine.grammar.Matcher` here."""
+
+    @property
+    def error(self) -> str | None: ...
+
+    def advance(self, token: int) -> bool: ...
+
+
 class RequestOutputState:
     """One answer being written: text, stops and finish reason of one choice of one request."""
 
@@ -253,8 +263,17 @@ class RequestOutputState:
         """Tokens that may not be sampled before min_tokens: for `SamplingState.set_row`."""
         return sorted(self._eos_ids | self._stop_ids)
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> Delta:
-        """Read one accepted run. After the answer has ended nothing is kept (the step behind a finished one)."""
+    def append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None = None,
+        grammar: AnswerGrammar | None = None,
+    ) -> Delta:
+        """Read one accepted run. After the answer has ended nothing is kept (the step behind a finished one).
+
+        `grammar` moves along. The token that completes it ends the answer with "stop": no end token follows, even
+        if the run holds one. If it cannot go on the reason is "error" (see `grammar.error`).
+        """
         pieces: list[str] = []
         kept = 0
         for token in token_ids:
@@ -262,11 +281,11 @@ class RequestOutputState:
                 break
             kept += 1
             self.output.token_ids.append(token)
-            self._read_token(token, pieces)
+            self._read_token(token, pieces, grammar)
         return self._delta(pieces, list(token_ids[:kept]), logprobs, kept)
 
     def finish(self, reason: str) -> Delta:
-        """End the answer from outside: "abort", "error", "length" (max_tokens 0), "stop" (grammar complete)."""
+        """End the answer from outside: "abort", "error", "length" (max_tokens 0, context full)."""
         if reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}; {', '.join(FINISH_REASONS)} are allowed")
         pieces: list[str] = []
@@ -274,9 +293,9 @@ class RequestOutputState:
             self._end(reason, None, pieces)
         return self._delta(pieces, [], None, 0)
 
-    def _read_token(self, token: int, pieces: list[str]) -> None:
+    def _read_token(self, token: int, pieces: list[str], grammar: AnswerGrammar | None) -> None:
         count = len(self.output.token_ids)
-        # a complete grammar allows nothing but an end token: min_tokens cannot go on then
+        # where a grammar allows an end token it may allow nothing else: min_tokens cannot go on then
         may_stop = count > self._min_tokens or (self._structured and token in self._eos_ids)
         if may_stop and (token in self._eos_ids or token in self._stop_ids):
             if self._show_stop_token and token in self._stop_ids:
@@ -284,6 +303,8 @@ class RequestOutputState:
             self._end("stop", token if token in self._stop_ids else None, pieces)
             return
         self._show(self._push(token), pieces, enabled=may_stop)
+        if not self.output.finished and grammar is not None and grammar.advance(token):
+            self._end("stop" if grammar.error is None else "error", None, pieces)
         if not self.output.finished and count >= self._max_tokens:
             self._end("length", None, pieces)
 
