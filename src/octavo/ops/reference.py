@@ -78,3 +78,51 @@ def paged_attention(
             weights = torch.softmax(keys @ q[token, columns].double() * scale, dim=0)
             out[token, columns] = weights @ values
     return out
+
+
+def page_vote(q: torch.Tensor, keys: torch.Tensor) -> float:
+    """Page bounds of one query [heads, head_dim] for one page of keys [kv_heads, page_size, head_dim]: the upper
+    bounds of q·k of the query heads of one KV head added up, the largest sum of any KV head."""
+    votes = []
+    group = q.shape[0] // keys.shape[0]
+    for kv_head in range(keys.shape[0]):
+        low, high = keys[kv_head].double().amin(0), keys[kv_head].double().amax(0)
+        heads = q[kv_head * group : (kv_head + 1) * group].double()
+        votes.append(sum(float(torch.maximum(head * low, head * high).sum()) for head in heads))
+    return max(votes)
+
+
+def counted_pages(
+    position: int, votes: list[float], page_size: int, topk_pages: int, recent_tokens: int, dense_limit_tokens: int
+) -> list[int]:
+    """Pages a query at `position` counts, ascending; `votes` by page (only those of complete pages are looked at)."""
+    pages = list(range(position // page_size + 1))
+    if position + 1 <= dense_limit_tokens:
+        return pages
+    always = {0, *(c for c in pages if (c + 1) * page_size > position - recent_tokens + 1)}
+    candidates = [c for c in pages if c not in always]
+    best = sorted(candidates, key=lambda c: (-votes[c], c))[:topk_pages]
+    return sorted([*always, *best])
+
+
+def place_columns(
+    order: list[int], column_of: list[int], needed: list[int], written: list[int], backed: int
+) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """(order, column_of, [(place, column) that took one]) of a row's places after a step that needs `needed` columns.
+
+    `order` lists the places, least recently used first; column_of[place] is -1 where empty.
+    """
+    hits = [place for place in order if column_of[place] in needed]
+    new = [c for c in written if c not in column_of]
+    missing = [*new, *(c for c in needed if c not in written and c not in column_of)]
+    free = [place for place in order if place not in hits and column_of[place] < backed]
+    if len(free) < len(new):  # a column to be written must have a place: better read a hit in the host tier
+        free += [place for place in hits if column_of[place] < backed and column_of[place] not in written]
+        missing = new
+    taken = list(zip(free, missing, strict=False))
+    after = list(column_of)
+    for place, column in taken:
+        after[place] = column
+    loaded = [place for place, _ in taken]
+    stale = [place for place in order if place not in hits and place not in loaded]
+    return [*stale, *loaded, *(place for place in hits if place not in loaded)], after, taken

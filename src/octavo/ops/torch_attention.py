@@ -17,8 +17,8 @@ from octavo.ops.rows import batched_rows, prepare_batched
 
 BLOCK = 64
 MASK_BITS = 64
-_TILE_TOKENS = 128
-_SCORE_BUDGET = 1 << 23  # elements of one tile's score matrix: 32 MiB
+TILE_TOKENS = 128
+SCORE_BUDGET = 1 << 23  # elements of one tile's score matrix: 32 MiB
 
 
 def prepare_attention(head_dim: int) -> None:
@@ -83,17 +83,17 @@ class AttentionStep:
             v = _gather(pool[:, layer.index, 1], tile)
             v.masked_fill_(~tile.valid[:, None, :, None], 0.0)  # stale numbers may be anything, 0 · NaN too
             part = wide[tile.start : tile.stop].view(tile.sequences, -1, q.shape[-1])
-            results.append(_attend(part, k, v, tile.visible, heads // kv_heads).to(q.dtype))
+            results.append(attend_blocks(part, k, v, tile.visible, heads // kv_heads).to(q.dtype))
         return torch.cat(results) if results else q
 
     def _causal_plan(self, layer: KVLayer, heads: int) -> list[_Tile]:
         """Neighbouring sequences of equally few tokens (decode, verify) share a tile; a chunk is cut into several."""
         tiles: list[_Tile] = []
         indptr, first = self.meta.q_indptr, 0
-        fitting = _SCORE_BUDGET // max(1, heads * self.meta.max_kv_tokens)
+        fitting = SCORE_BUDGET // max(1, heads * self.meta.max_kv_tokens)
         while first < self.meta.num_seqs:
             tokens = indptr[first + 1] - indptr[first]
-            size = min(tokens, max(8, min(_TILE_TOKENS, fitting)))
+            size = min(tokens, max(8, min(TILE_TOKENS, fitting)))
             last = first + 1
             while (
                 0 < size == tokens
@@ -124,7 +124,7 @@ class AttentionStep:
 
     def _masked_plan(self, layer: KVLayer, heads: int) -> list[_Tile]:
         """Every token is a sequence of its own: what it sees of this step's slots is its mask's business alone."""
-        size = max(1, _SCORE_BUDGET // max(1, 2 * heads * BLOCK * self.meta.max_kv_tokens))
+        size = max(1, SCORE_BUDGET // max(1, 2 * heads * BLOCK * self.meta.max_kv_tokens))
         n = self.meta.num_tokens
         return [self._masked_tile(layer, lo, min(lo + size, n)) for lo in range(0, n, size)]
 
@@ -182,7 +182,7 @@ def _gather(pool: torch.Tensor, tile: _Tile) -> torch.Tensor:
     return pool[tile.pages, :, tile.offsets].transpose(1, 2).float().contiguous()
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, group: int) -> torch.Tensor:
+def attend_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, group: int) -> torch.Tensor:
     """q [b, t, H·D] float32, scaled; k, v [b, KVH, S, D]; visible [b, t, S] -> [b·t, H·D]."""
     b, kv_heads, slots, dim = k.shape
     tokens, blocks = q.shape[1], slots // BLOCK

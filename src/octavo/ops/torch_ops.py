@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from octavo.ops.base import Activation, Body
 from octavo.ops.meta import KVLayer, KVView, StepMeta
 from octavo.ops.torch_attention import AttentionStep, prepare_attention
+from octavo.ops.torch_sparse import SparseStep
 from octavo.ops.torch_weights import TorchWeight, pack
 from octavo.ops.weights import Matrix
 
@@ -76,6 +77,7 @@ class TorchTape:
     def __init__(self, ops: TorchOps, meta: StepMeta, kv: KVView | None, inputs: Mapping[str, torch.Tensor]) -> None:
         self._ops, self._meta, self._inputs = ops, meta, inputs
         self._step = AttentionStep(meta, kv) if kv is not None else None
+        self._sparse = SparseStep.of(meta, kv) if kv is not None and kv.sparse is not None else None
         self._angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.outputs: dict[str, torch.Tensor] = {}
 
@@ -122,14 +124,21 @@ class TorchTape:
         head_dim: int,
     ) -> torch.Tensor | None:
         cos, sin = self._cos_sin(rope)
-        rotated = _rotate(k, cos, sin, head_dim)
-        self._attention().write(layer, rotated, v, k.shape[-1] // head_dim, head_dim)
-        return None if q is None else _rotate(q, cos, sin, head_dim)
+        rotated, kv_heads = _rotate(k, cos, sin, head_dim), k.shape[-1] // head_dim
+        turned = None if q is None else _rotate(q, cos, sin, head_dim)
+        if layer.pool != "sparse":
+            self._attention().write(layer, rotated, v, kv_heads, head_dim)
+        elif turned is None:
+            raise ValueError("a sparse layer needs queries: draft layers are dense")
+        else:
+            self._sparse_step().write(layer, turned, rotated, v, kv_heads, head_dim)
+        return turned
 
     def attention(
         self, q: torch.Tensor, layer: KVLayer, scale: float, heads: int, kv_heads: int, head_dim: int
     ) -> torch.Tensor:
-        return self._attention().attend(q, layer, scale, heads, kv_heads, head_dim)
+        step = self._sparse_step() if layer.pool == "sparse" else self._attention()
+        return step.attend(q, layer, scale, heads, kv_heads, head_dim)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -145,6 +154,11 @@ class TorchTape:
         if self._step is None:
             raise ValueError("this program attends: run it with a KVView")
         return self._step
+
+    def _sparse_step(self) -> SparseStep:
+        if self._sparse is None:
+            raise ValueError("this program has sparse layers: run it with a KVView that has them")
+        return self._sparse
 
     def _cos_sin(self, rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, 1, r] each. A step launched behind the context's end (its result is ignored) stays in the table."""

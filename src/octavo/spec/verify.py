@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 
 from octavo.backend.relay import upload
-from octavo.ops.meta import KVView
+from octavo.ops.meta import KVView, SparseView
+from octavo.ops.torch_slots import locate
 
 MAX_NODES = 64  # bits of an ancestor mask
 
@@ -150,8 +151,9 @@ def compact_kv(
 ) -> None:
     """Move the KV of an accepted tree path to the front: slot kv_start + accept_nodes[:, j] -> kv_start + j.
 
-    rows [b], kv_start [b], accept_nodes [b, w] as `accept` returns them; pools: "full" and/or "swa". In place, all
-    layers of a page at once. Columns after the accepted run copy the last accepted slot into reject space.
+    rows [b], kv_start [b], accept_nodes [b, w] as `accept` returns them; pools: "full" and/or "swa" (sparse layers
+    always go along). In place, all layers of a page at once. Columns after the accepted run copy the last accepted
+    slot into reject space.
     """
     if accept_nodes.shape[1] < 2:
         return
@@ -165,6 +167,18 @@ def compact_kv(
         target_page, target_off = _locate(lines, target, kv.page_size)
         moved = tensor[source_page, :, :, :, source_off]
         tensor[target_page, :, :, :, target_off] = moved
+    if kv.sparse is not None:
+        _compact_slots(kv.sparse, rows, source, target)
+
+
+def _compact_slots(view: SparseView, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """The same inside the slots of sparse layers, where every layer has places of its own: tokens [b, w]."""
+    last, p = view.slot_map.shape[2] - 1, view.page_size
+    for layer in range(view.num_layers):
+        from_slot, _ = locate(view, layer, rows[:, None], (source // p).clamp(max=last))
+        to_slot, _ = locate(view, layer, rows[:, None], (target // p).clamp(max=last))
+        slots = view.slots[:, layer]
+        slots[to_slot, :, :, target % p] = slots[from_slot, :, :, source % p]
 
 
 def _locate(lines: torch.Tensor, slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

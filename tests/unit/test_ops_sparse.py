@@ -1,0 +1,255 @@
+"""Sparse layers (HiSparse): against slow references and plain models, and bit for bit against dense attention and
+against themselves under other company, chunks, drafts and places. Torch and every compiled instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.ops.sparse_state import open_rows
+from octavo.ops.torch_ops import TorchOps
+from octavo.ops.torch_sparse import best, counted_list
+from octavo.spec.verify import compact_kv
+from tests.guard import no_device_sync
+from tests.unit.sparse_support import (
+    LAYERS,
+    Piece,
+    Setup,
+    StateModel,
+    World,
+    chain,
+    check_bytes,
+    expected,
+    meta_of,
+    tree,
+    with_dense_limit,
+)
+
+OPS: dict[str, Callable[[], Any]] = {"torch": TorchOps}
+BASE = Setup(device_pages=14)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def checked(world: World, model: StateModel, pieces: list[Piece]) -> None:
+    """Run one step; outputs, places and order must be what the plain models say."""
+    backed = {piece.row: int(world.view.backed[piece.row]) for piece in pieces}
+    for piece, out in zip(pieces, world.run(pieces), strict=True):
+        for layer in range(LAYERS):
+            counted = []
+            for i in range(piece.n):
+                want, pages = expected(world, piece, i, layer)
+                torch.testing.assert_close(out[layer, i].double(), want, atol=2e-5, rtol=1e-4)
+                counted.append(pages)
+            model.step(layer, piece, counted, backed[piece.row])
+            model.check(world.view, layer, piece.row)
+
+
+@pytest.mark.parametrize("name", OPS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_steps_of_every_kind_against_the_plain_models(name: str, data: st.DataObject) -> None:
+    """Outputs, selection, places, LRU order and bytes after random prompts, decodes, verifies, trees and backups."""
+    p = data.draw(st.sampled_from([1, 4, 8, 16]), "page size")
+    topk, recent = data.draw(st.integers(1, 5), "topk"), data.draw(st.integers(6, 11), "recent")
+    setup = Setup(
+        page_size=p, topk_pages=topk, recent_tokens=recent, width_pages=-(-160 // p), rows=2,
+        device_pages=data.draw(st.integers(5, 12), "spare") + topk + 2 + (recent + 14) // p,
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype"),
+    )  # fmt: skip
+    if data.draw(st.booleans(), "dense limit"):
+        setup = with_dense_limit(setup)
+    world, model = World(OPS[name](), setup), StateModel(setup)
+    committed, prompt = [0, 0], [data.draw(st.integers(1, 60), "prompt") for _ in range(2)]
+    for _ in range(data.draw(st.integers(2, 9), "steps")):
+        pieces, after = [], list(committed)
+        for row in range(2):
+            if committed[row] < prompt[row]:
+                n = min(data.draw(st.integers(1, 8)), prompt[row] - committed[row])
+                pieces.append(Piece(row, committed[row], n, prefill=True))
+                after[row] += n
+            elif committed[row] < 100:
+                n = data.draw(st.integers(1, setup.footprint_tokens))
+                accepted = data.draw(st.integers(1, n))
+                pieces.insert(0, chain(row, committed[row], n, wrong_from=accepted))
+                after[row] += accepted
+        if any(not piece.prefill for piece in pieces) and data.draw(st.integers(0, 3)) == 0:
+            kept = [piece for piece in pieces if not piece.prefill]
+            pieces = [tree(piece.row, piece.start) for piece in kept]
+            after = [c + any(piece.row == row for piece in pieces) for row, c in enumerate(committed)]
+        if pieces:
+            checked(world, model, pieces)
+        committed = after
+        for row in range(2):
+            first = int(world.view.backed[row])
+            if data.draw(st.booleans(), "back up") or committed[row] < prompt[row]:
+                world.back_up(row, first, max(first, committed[row] // p))
+            check_bytes(world, row, committed[row])
+        if committed[0] > 40 and data.draw(st.integers(0, 4)) == 0:  # the row ends, another takes its place
+            world.close(0)
+            world.seeds[0] = data.draw(st.integers(5, 9))
+            for layer in range(LAYERS):
+                model.state.pop((layer, 0), None)
+            committed[0] = 0
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_long_row_hits_loads_and_replaces(name: str) -> None:
+    setup = replace(BASE, device_pages=9)
+    world, model = World(OPS[name](), setup), StateModel(setup)
+    for at in range(0, 120, 8):
+        checked(world, model, [Piece(1, at, 8, prefill=True)])
+        world.back_up(1, at // 4, (at + 8) // 4)
+    for at in range(120, 150):
+        checked(world, model, [chain(1, at, 1)])
+        world.back_up(1, int(world.view.backed[1]), (at + 1) // 4)
+    assert min(model.events.values()) > 20, model.events
+    check_bytes(world, 1, 150)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_union_that_does_not_fit_is_read_in_the_host_tier(name: str) -> None:
+    """Six rows of a verify want more pages than there are places: right all the same, and writes have places."""
+    setup = replace(BASE, device_pages=6, topk_pages=3)
+    world, model = World(OPS[name](), setup), StateModel(setup)
+    world.prefill(1, 90, 4)
+    for layer in range(LAYERS):
+        order = world.view.order[layer, 1].tolist()
+        model.state[layer, 1] = (order, world.view.column_of[layer, 1].tolist())
+    for at in (90, 94, 98):
+        checked(world, model, [chain(1, at, 6, wrong_from=4)])
+        world.back_up(1, int(world.view.backed[1]), (at + 4) // 4)
+        check_bytes(world, 1, at + 4)
+
+
+STEPS = {
+    "decode": lambda row, at: chain(row, at, 1),
+    "verify": lambda row, at: chain(row, at, 6, wrong_from=3),
+    "tree": tree,
+    "chunk": lambda row, at: Piece(row, at, 8, prefill=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", OPS)
+def test_with_every_page_counted_the_bits_are_those_of_dense_attention(
+    name: str, kind: str, dtype: torch.dtype
+) -> None:
+    """K at least all pages; and, with K = 1, a row below the dense limit. Lengths around the blocks of 64 and 128."""
+    for limit in (False, True):
+        setup = replace(BASE, page_size=8, device_pages=50, topk_pages=40, width_pages=45, dtype=dtype)
+        if limit:
+            setup = with_dense_limit(replace(setup, topk_pages=1))
+        sparse, dense = World(OPS[name](), setup), World(OPS[name](), setup, dense=True)
+        for row, length in enumerate((1, 63, 129, 260)):
+            for world in (sparse, dense):
+                world.prefill(row, length, 64)
+            piece = STEPS[kind](row, length)
+            assert same(sparse.run([piece])[0], dense.run([piece])[0]), (length, limit)
+
+
+@pytest.mark.parametrize("kind", ["decode", "verify", "tree"])
+@pytest.mark.parametrize("name", OPS)
+def test_bits_do_not_depend_on_company_chunks_places_or_what_is_loaded(name: str, kind: str) -> None:
+    def start(chunk: int = 8, shuffle: int = 0) -> World:
+        world = World(OPS[name](), BASE, shuffle=shuffle)
+        for row, length in enumerate((100, 61, 40)):
+            world.prefill(row, length, chunk)
+        return world
+
+    piece = STEPS[kind](0, 100)
+    want = start().run([piece])[0]
+    masked = kind == "tree"
+    company = [tree(1, 61), piece, tree(2, 40)] if masked else [chain(1, 61, 4), piece, chain(2, 40, 1)]
+    assert same(start().run(company)[1], want)
+    if not masked:
+        assert same(start().run([piece, Piece(2, 40, 9, prefill=True)])[0], want)
+    assert same(start(chunk=3, shuffle=5).run([piece], extra_tokens=40)[0], want)
+    cold = start()
+    open_rows(cold.view, torch.tensor([0]))  # nothing is in the slots: everything comes from the host tier
+    assert same(cold.run([piece])[0], want)
+    warm = start()
+    warm.run([piece])
+    warm.run([chain(1, 61, 2)])
+    assert same(warm.run([piece])[0], want)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_drafted_row_counts_and_sees_what_plain_decode_does(name: str) -> None:
+    plain, chained, treed = (World(OPS[name](), BASE) for _ in range(3))
+    for world in (plain, chained, treed):
+        world.prefill(0, 70, 8)
+    single = [plain.run([chain(0, 70 + i, 1)])[0] for i in range(6)]
+    assert same(chained.run([chain(0, 70, 6)])[0], torch.cat(single, dim=1))
+    path = treed.run([tree(0, 70)])[0][:, [0, 2, 3]]
+    assert same(path, torch.cat(single[:3], dim=1))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compaction_of_a_tree_moves_the_slots_of_every_sparse_layer(name: str) -> None:
+    plain, treed = World(OPS[name](), BASE), World(OPS[name](), BASE)
+    for world in (plain, treed):
+        world.prefill(0, 70, 8)
+    for i in range(3):
+        plain.run([chain(0, 70 + i, 1)])
+    treed.run([tree(0, 70)])
+    compact_kv(treed.kv, torch.tensor([0]), torch.tensor([70]), torch.tensor([[0, 2, 3]]), ())
+    check_bytes(treed, 0, 73)
+    treed.back_up(0, 17, 18)
+    for at in range(73, 80):
+        assert same(treed.run([chain(0, at, 1)])[0], plain.run([chain(0, at, 1)])[0])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_has_no_page_goes_to_the_spare_slot(name: str) -> None:
+    world = World(OPS[name](), BASE)
+    world.prefill(0, 40, 8)
+    before = world.view.slots.clone()
+    world.view.host_table[0, 10:] = -1
+    if name == "torch":
+        world.run([chain(0, 40, 6)])
+    else:
+        with pytest.raises(Exception, match="no page"):
+            world.run([chain(0, 40, 6)])
+    changed = (world.view.slots.view(torch.int32) != before.view(torch.int32)).flatten(1).any(1)
+    mapped = {int(world.view.row_slots[0, place]) for place in range(14) if int(world.view.column_of[0, 0, place]) >= 0}
+    assert not changed[:-1].any() or set(changed[:-1].nonzero().flatten().tolist()) <= mapped
+
+
+def test_selection_takes_the_best_and_of_equal_pages_the_lowest() -> None:
+    scores = torch.tensor([[9.0, 2.0, 5.0, 2.0, 2.0, 7.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    candidates = torch.tensor([[False, True, True, True, True, False], [True, False, True, True, True, True]])
+    assert best(scores, candidates, 3).tolist() == [
+        [False, True, True, True, False, False],
+        [True, False, True, True, False, False],
+    ]
+    columns, count = counted_list(best(scores, candidates, 3), 4)
+    assert columns[:, :3].tolist() == [[1, 2, 3], [0, 2, 3]] and count.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_never_waits_for_the_device(kind: str) -> None:
+    """The guard of the launch path, over selection, swap-in, attention and compaction."""
+    world = World(TorchOps(), replace(BASE, device_pages=6))
+    world.prefill(0, 60, 4)
+    piece = STEPS[kind](0, 60)
+    world.run([chain(1, 0, 1), piece] if not piece.prefill and piece.masks is None else [piece])
+    meta = meta_of([piece])
+    inputs = {}
+    for layer in range(LAYERS):
+        tokens = [world.token(piece, i, layer) for i in range(piece.n)]
+        inputs |= {f"{x}{layer}": torch.stack([t[x] for t in tokens]) for x in "qkv"}
+    rows, start, nodes = torch.tensor([0]), torch.tensor([60]), torch.tensor([[0, 1]])
+    with no_device_sync():
+        world.program.run(meta, world.kv, inputs)
+        compact_kv(world.kv, rows, start, nodes, ())
+        open_rows(world.view, rows)
