@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from octavo.bench.record import environment
+from octavo.kv.sizing import PoolSizes
 from octavo.model.load import load_model
 from octavo.model.network import Network
-from octavo.model.registry import build_network
+from octavo.model.registry import build_network, make_kv
 from octavo.ops.meta import KVView, StepMeta
 
 PAGE_SIZE = 16
@@ -29,14 +30,15 @@ PAGE_SIZE = 16
 
 def pools(network: Network, tokens: int, kv_dtype: torch.dtype) -> KVView:
     """Room for one row of `tokens`, pages in shuffled order."""
-    config, pages = network.config, -(-tokens // PAGE_SIZE)
+    pages = -(-tokens // PAGE_SIZE)
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int().view(1, -1)
 
-    def pool(layers: int) -> torch.Tensor | None:
-        shape = (pages, layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-        return torch.randn(shape).to(kv_dtype) if layers else None
-
-    return KVView(pool(network.full_layers), pool(network.swa_layers), table, table.clone(), PAGE_SIZE)
+    kv = make_kv(network, PoolSizes(pages, pages), max_rows=1, width_pages=pages)
+    for pool, tables in ((kv.full, kv.full_table), (kv.swa, kv.swa_table)):
+        if pool is not None and tables is not None:
+            pool.copy_(torch.randn(pool.shape))
+            tables.copy_(table)
+    return kv
 
 
 def rows_at(start: int, n: int) -> StepMeta:

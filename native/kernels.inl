@@ -38,7 +38,7 @@ inline void quant_tile(const LinearArgs& a, int block, int row) {
   for (int r = 0; r < R; r++) acc[r] = f_set(0.0f);
   for (int g = 0; g < groups; g++, w += kBytes, q += kGroup) {
 #if defined(__x86_64__)
-    for (int p = 0; p < kBytes; p += 64) __builtin_prefetch(w + 1536 + p, 0, 3);
+    for (int p = 0; p < kBytes; p += 64) __builtin_prefetch(w + 2560 + p, 0, 0);
 #endif
     I dot[R];
     if (Four)

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <chrono>
+#include <string>
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -18,24 +19,41 @@ inline void relax() {
 #endif
 }
 
-void pin(int cpu) {
+void pin(std::thread& thread, int cpu) {
 #if defined(__linux__)
-  if (cpu < 0) return;
   cpu_set_t set;
   CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // refused in some containers: then not pinned
+  CPU_SET((size_t)cpu, &set);
+  pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);  // refused in some containers: then not pinned
 #else
-  (void)cpu;
+  (void)thread, (void)cpu;
+#endif
+}
+
+int cpu_here() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
 #endif
 }
 
 }  // namespace
 
-Pool::Pool(int threads, const std::vector<int>& cpus, double spin_us) : spin_us_(spin_us) {
-  for (int i = 1; i < threads; i++) {
-    const int cpu = i < (int)cpus.size() ? cpus[(size_t)i] : -1;
-    workers_.emplace_back([this, i, cpu] { worker(i, cpu); });
+Pool::Pool(int threads, const std::vector<int>& cpus, double spin_us) : cpus_(cpus), spin_us_(spin_us) {
+  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { worker(i); });
+}
+
+// The caller is not ours to pin: wherever it runs, the workers take other cores. A worker pinned to the core the caller
+// happens to be on would halve the speed for as long as the system leaves the caller there.
+void Pool::place() {
+  const int here = cpu_here();
+  if (here == caller_cpu_ || cpus_.size() <= workers_.size()) return;
+  caller_cpu_ = here;
+  size_t next = 0;
+  for (auto& worker : workers_) {
+    if (cpus_[next] == here) next++;
+    if (next < cpus_.size()) pin(worker, cpus_[next++]);
   }
 }
 
@@ -50,6 +68,7 @@ Pool::~Pool() {
 
 void Pool::run(Job& job, const std::vector<int>& totals) {
   std::lock_guard<std::mutex> one(running_);
+  place();
   if (totals.size() > capacity_) {  // a late worker may still look at the old array: it is kept
     if (stages_) retired_.push_back(std::move(stages_));
     capacity_ = totals.size() * 2;
@@ -115,8 +134,10 @@ void Pool::work(uint32_t epoch, uint32_t stage, int thread) {
   }
 }
 
-void Pool::worker(int thread, int cpu) {
-  pin(cpu);
+void Pool::worker(int thread) {
+#if defined(__linux__)
+  pthread_setname_np(pthread_self(), ("octavo-" + std::to_string(thread)).c_str());
+#endif
   using Clock = std::chrono::steady_clock;
   auto busy = Clock::now();
   uint64_t seen = kIdle;

@@ -25,7 +25,8 @@ constexpr int kSerial = -1;  // total of a stage that the thread opening it runs
 
 class Pool {
  public:
-  // `cpus`: where to pin the workers (thread i > 0 to cpus[i]); empty: not pinned.
+  // `cpus`: cores to use; each worker is pinned to one that neither the caller of a run nor another worker is on.
+  // Fewer cores than threads: nobody is pinned.
   Pool(int threads, const std::vector<int>& cpus, double spin_us);
   ~Pool();
   int threads() const { return (int)workers_.size() + 1; }
@@ -42,7 +43,8 @@ class Pool {
 
   void work(uint32_t epoch, uint32_t stage, int thread);
   void open(uint32_t epoch, uint32_t stage, int thread);
-  void worker(int thread, int cpu);
+  void worker(int thread);
+  void place();
 
   std::mutex running_;
   std::unique_ptr<Stage[]> stages_;
@@ -57,6 +59,8 @@ class Pool {
   std::atomic<int> sleepers_{0};
   std::mutex sleep_;
   std::condition_variable wake_;
+  const std::vector<int> cpus_;
+  int caller_cpu_ = -1;  // the core the workers were placed around
   double spin_us_;
   std::vector<std::thread> workers_;
 };

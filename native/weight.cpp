@@ -1,7 +1,10 @@
 // Packing of weights into the layout of types.h, once at load.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -13,16 +16,67 @@
 namespace octavo {
 namespace {
 
-uint8_t* allocate(size_t bytes) {
-  const size_t huge = (size_t)2 << 20, align = bytes >= huge ? huge : 64;
-  const size_t rounded = (bytes + 4096 + align - 1) / align * align;  // slack: prefetches run past the end
-  void* p = std::aligned_alloc(align, rounded);
-  if (!p) throw std::bad_alloc();
-#if defined(__linux__)
-  if (align == huge) madvise(p, rounded, MADV_HUGEPAGE);
+// Packed weights lie side by side in large slabs of 2 MB pages. A layer's matrix is smaller than such a page; on its own
+// it would get small ones, and a step then spends as long on looking up pages as on reading them.
+class Slabs {
+ public:
+  uint8_t* take(size_t bytes) {  // 64-byte aligned, zeroed
+    bytes = (bytes + 63) / 64 * 64;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (slabs_.empty() || slabs_.back().used + bytes > slabs_.back().size) slabs_.push_back(map(bytes));
+    Slab& slab = slabs_.back();
+    uint8_t* p = slab.data + slab.used;
+    slab.used += bytes;
+    slab.live++;
+    return p;
+  }
+  void give(uint8_t* p) {
+    if (!p) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < slabs_.size(); i++) {
+      Slab& slab = slabs_[i];
+      if (p < slab.data || p >= slab.data + slab.size) continue;
+      if (--slab.live == 0) unmap(slab), slabs_.erase(slabs_.begin() + (std::ptrdiff_t)i);
+      return;
+    }
+  }
+
+ private:
+  struct Slab {
+    uint8_t* data;
+    size_t size, used, live;
+    void* mapping;
+    size_t mapped;
+  };
+  static constexpr size_t kHuge = (size_t)2 << 20, kSlab = 16 * kHuge;
+
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
+  static Slab map(size_t bytes) {
+    const size_t size = std::max(kSlab, (bytes + kHuge - 1) / kHuge * kHuge), mapped = size + kHuge;
+    void* p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    auto* data = (uint8_t*)(((uintptr_t)p + kHuge - 1) / kHuge * kHuge);
+    madvise(data, size, MADV_HUGEPAGE);  // untouched parts of a slab take no memory
+    return {data, size, 0, 0, p, mapped};
+  }
+  static void unmap(const Slab& slab) { munmap(slab.mapping, slab.mapped); }
+#else  // one slab for each matrix, so that the sanitizer sees its end
+  static Slab map(size_t bytes) {
+    void* p = std::aligned_alloc(64, bytes);
+    if (!p) throw std::bad_alloc();
+    std::memset(p, 0, bytes);
+    return {(uint8_t*)p, bytes, 0, 0, p, bytes};
+  }
+  static void unmap(const Slab& slab) { std::free(slab.mapping); }
 #endif
-  std::memset(p, 0, rounded);
-  return (uint8_t*)p;
+
+  std::mutex mutex_;
+  std::vector<Slab> slabs_;
+};
+
+Slabs& slabs() {
+  static auto* all = new Slabs;  // never destroyed: weights may outlive static objects
+  return *all;
 }
 
 void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum) {
@@ -79,7 +133,7 @@ extern "C" void* octavo_weight(int kind, int64_t out, int64_t in, const void* co
     default: w->block_bytes = (size_t)in * 64; break;
   }
   w->bytes = w->block_bytes * (size_t)w->blocks;
-  w->data = allocate(w->bytes);
+  w->data = slabs().take(w->bytes);
   if (kind == kInt4 || kind == kInt8)
     pack_groups(*w, (const uint8_t*)codes, scale, minimum);
   else if (kind == kBf16)
@@ -87,7 +141,7 @@ extern "C" void* octavo_weight(int kind, int64_t out, int64_t in, const void* co
   else
     pack_dense(*w, (const float*)dense);
   if (bias) {
-    w->bias = (float*)allocate((size_t)w->blocks * kBlock * 4);
+    w->bias = (float*)slabs().take((size_t)w->blocks * kBlock * 4);
     std::memcpy(w->bias, bias, (size_t)out * 4);
   }
   return w;
@@ -98,7 +152,7 @@ extern "C" int64_t octavo_weight_bytes(const void* weight) { return (int64_t)((c
 extern "C" void octavo_weight_free(void* weight) {
   auto* w = (Weight*)weight;
   if (!w) return;
-  std::free(w->data);
-  std::free(w->bias);
+  slabs().give(w->data);
+  slabs().give((uint8_t*)w->bias);
   delete w;
 }
