@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.errors import LawViolation
+from octavo.kv.balance_tiers import check_tiers
 from octavo.kv.balance_tree import check_tree
 from octavo.kv.books import RowState
 from octavo.kv.pages import Int32Array
@@ -30,8 +31,9 @@ def check(ledger: LedgerBase, *, deep: bool = True, at_rest: bool = False) -> li
     """Every broken law, as errors that are not raised. `at_rest`: no request lives, so only free, cached and
     quarantined pages may exist. Compares with the lengths seen by the last check (law 3)."""
     broken = [*_lengths(ledger), *_monotone(ledger), *_operations(ledger)]
-    for pool in _pools(ledger):
+    for pool in [*_pools(ledger), *_tier_pools(ledger)]:
         broken.extend(_counts(pool, at_rest))
+    broken.extend(check_tiers(ledger, deep=deep, at_rest=at_rest))
     if deep:
         for pool in _pools(ledger):
             broken.extend(_owners(ledger, pool))
@@ -50,6 +52,10 @@ def raise_on(ledger: LedgerBase, *, deep: bool = True, at_rest: bool = False) ->
 
 def _pools(ledger: LedgerBase) -> list[PagePool[Any]]:
     return [ledger.full_pool] if ledger.swa_pool is None else [ledger.full_pool, ledger.swa_pool]
+
+
+def _tier_pools(ledger: LedgerBase) -> list[PagePool[Any]]:
+    return [] if ledger.tiers is None else [ledger.tiers.pool.host, ledger.tiers.slots]
 
 
 def _lengths(ledger: LedgerBase) -> list[LawViolation]:

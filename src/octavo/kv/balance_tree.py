@@ -41,6 +41,13 @@ def check_tree(ledger: LedgerBase) -> list[LawViolation]:
             node = node.parent
         locks[id(node)] = locks.get(id(node), 0) + 1
         swa_locks[ledger.pages_of(row)[2]] += 1
+    for ticket in ledger.tiers.tickets if ledger.tiers is not None else ():
+        swa_locks[ticket.swa_shared] += 1
+        node = ticket.node
+        while node.parent is not None:
+            locks[id(node)] = locks.get(id(node), 0) + 1
+            node = node.parent
+        locks[id(node)] = locks.get(id(node), 0) + 1
     for node in [*nodes, *tree.roots.values()]:
         if node.locks != locks.get(id(node), 0):
             broken.append(LawViolation(12, "lock count", kept=node.locks, counted=locks.get(id(node), 0)))

@@ -11,6 +11,7 @@ import numpy as np
 from octavo.errors import ConfigError, OctavoError
 from octavo.kv.pages import NO_PAGE, Int32Array, Int64Array, ceil_pages, check_page_size, distinct
 from octavo.kv.sizing import min_swa_pages, row_width_pages
+from octavo.kv.tiers import TierConfig
 
 
 class OutOfRows(OctavoError):
@@ -50,6 +51,7 @@ class LedgerConfig:
     largest_reserve_tokens   largest reserve any plan will use
     key_mode                 "token", or "pair" when an EAGLE draft is loaded
     chunk_tokens, overlap    largest prefill chunk, and whether a step is planned before the last one's result
+    tiers                    sizes of the host tier and of the device slots (HiSparse); None: none
     """
 
     page_size: int
@@ -63,8 +65,11 @@ class LedgerConfig:
     prefix_cache: bool = True
     chunk_tokens: int = 0
     overlap: bool = False
+    tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.tiers, dict):  # as a trace holds it
+            object.__setattr__(self, "tiers", TierConfig(**self.tiers))
         p = check_page_size(self.page_size)
         for option in ("max_rows", "context_tokens", "largest_reserve_tokens"):
             if getattr(self, option) < 1:

@@ -6,7 +6,8 @@
     SWA pages:  none below `evicted`, then as above
 
 One entry per change: `admit`, `preallocate`, `land`, `extend`, `plan_decode`, `commit`, `publish`, `evict`,
-`release`. An entry that cannot do its work raises before it changes anything (law 11).
+`release`; with a host tier also `begin_backup`, `end_backup`, `retract`, `drop_ticket`. An entry that cannot do its
+work raises before it changes anything (law 11).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from octavo.kv.books import (
     as_tokens,
     cell_runs,
 )
-from octavo.kv.ledger_transfers import TransferLedger
+from octavo.kv.ledger_tiers import TierLedger
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_p, ceil_pages, floor_p
 from octavo.kv.pool import PageState
 from octavo.kv.prefix import Node
@@ -47,20 +48,31 @@ from octavo.kv.sliding import eviction_floors
 __all__ = ["Admission", "DecodePlan", "Ledger", "LedgerConfig", "OutOfRows", "Preallocation", "RowState"]
 
 
-class Ledger(TransferLedger):
+class Ledger(TierLedger):
     """See the module. Rows are small integers; a (row, generation) pair names one life of a row."""
 
     # --- life of a request -------------------------------------------------------------------------------------
 
-    def admit(self, tokens: Sequence[int] | Int32Array, *, namespace: str | None = None) -> Admission:
+    def admit(
+        self, tokens: Sequence[int] | Int32Array, *, namespace: str | None = None, budget_pages: int = 0
+    ) -> Admission:
         """Open a row for a prompt: match its prefix, lock and map the shared pages. At least one token is left to
-        compute. Raises `OutOfRows`; then nothing has changed."""
+        compute. Raises `OutOfRows`; then nothing has changed.
+
+        With a host tier the row also gets its device slots, and `budget_pages` host pages are promised to it (0: none
+        are, and its growth may find the tier full). Raises `OutOfPages` ("slots", "host"); then nothing has changed."""
         ids = as_tokens(tokens)
         if not len(ids):
             raise ValueError("a request has at least one token")
         self._check_row_free()
+        if self.tiers is not None:
+            self.tiers.check_slots()
+            self._check_promise(budget_pages)
         match = self.match(ids, namespace)
-        row = self._open_row(match, namespace, self.tree.window_start_page(match.pages), RowState.ACTIVE)
+        floor = self.tree.window_start_page(match.pages)
+        row = self._open_row(match, namespace, floor, RowState.ACTIVE, budget_pages)
+        if self.tiers is not None:
+            self.tiers.open_slots(row)
         cached = match.pages << self._shift
         self.stats["queried_tokens"] += len(ids)
         self.stats["hit_tokens"] += cached
@@ -83,6 +95,8 @@ class Ledger(TransferLedger):
             )
         self._grow(row, ceil_p(upto_tokens, self.page_size))
         self._known[row] = upto_tokens
+        if self.tiers is not None:
+            self.tiers.prefilled[row] = upto_tokens
         if self.trace is not None:
             self.trace.record("extend", row=row, upto=upto_tokens)
 
@@ -179,7 +193,8 @@ class Ledger(TransferLedger):
         tokens   prompt and accepted output, cut behind the token that completes a stop
         Call it once the draft KV of the pages is written. Where the tree has a page already the row is remapped to
         it and the duplicate freed when law 14 allows. Nothing is published if the window before the boundary is
-        not alive in this row, for nobody could match it.
+        not alive in this row, for nobody could match it. With a host tier, only what is backed up and was written by
+        a dense pass.
         """
         self._require(row, RowState.ACTIVE, "publish")
         protected = int(self._protected[row])
@@ -187,6 +202,8 @@ class Ledger(TransferLedger):
             return protected
         ids = as_tokens(tokens)
         bound = floor_p(min(int(self._committed[row]), len(ids) - self.tree.extra), self.page_size)
+        if self.tiers is not None:
+            bound = min(bound, floor_p(self.tiers.publish_bound(row), self.page_size))
         if bound <= protected or not self._window_alive(row, bound >> self._shift):
             return protected
         first, last = protected >> self._shift, bound >> self._shift
@@ -290,27 +307,6 @@ class Ledger(TransferLedger):
             self.trace.record("release", row=row)
         self._end_life(row)
 
-    # --- operations in flight ----------------------------------------------------------------------------------
-
-    def begin_op(self, rows: Sequence[int] | Int64Array, kind: str = "step") -> int:
-        """An operation that names `rows` starts. kind: "step", "transfer", "backup" or "load". Returns its id."""
-        at = np.array(rows, np.int64)
-        if not self._state[at].all():
-            raise self._broken(14, "an operation names a free row", int(at[self._state[at] == RowState.FREE][0]))
-        op = self.inflight.begin(at, kind)
-        if self.trace is not None:
-            self.trace.record("begin_op", rows=at, kind=kind, op=op)
-        return op
-
-    def end_op(self, op: int) -> None:
-        """The operation has drained: what only it kept is freed. Raises `LawViolation` 14 for an unknown id."""
-        idle, ready = self.inflight.end(op)
-        self._settle_aside(ready)
-        for row in idle[self._state[idle] == RowState.DRAINING].tolist():
-            self._close_if_drained(row)
-        if self.trace is not None:
-            self.trace.record("end_op", op=op)
-
     # --- budgets and reports -----------------------------------------------------------------------------------
 
     def can_ever_fit(self, prompt_tokens: int, max_tokens: int, reserve: DecodeReserve | int) -> None:
@@ -321,6 +317,9 @@ class Ledger(TransferLedger):
         if self.swa_pool is not None:
             swa = swa_budget_pages(full, c.window_tokens, tokens, c.chunk_tokens, c.page_size, overlap=c.overlap)
             needs.append(("swa", swa, self.swa_pool.total - self.swa_pool.counts[PageState.QUARANTINED]))
+        if self.tiers is not None:
+            host = self.tiers.pool.host
+            needs.append(("host", full, host.total - host.counts[PageState.QUARANTINED]))
         for pool, need, have in needs:
             if need > have:
                 raise NeverFits(

@@ -14,6 +14,7 @@ from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages
 from octavo.kv.policy import EvictPolicy, LeastRecentlyUsed
 from octavo.kv.pool import PagePool, PageState
 from octavo.kv.prefix import Match, Node, PrefixTree
+from octavo.kv.tiers import TieredPool, Tiers
 
 
 class LedgerBase:
@@ -34,6 +35,10 @@ class LedgerBase:
         self._node: list[Node | None] = [None] * rows  # where a row's locked path ends
         self._free_rows = list(range(rows - 1, -1, -1))
         self.full_pool: PagePool[FullPages] = PagePool("full", config.full_pages)
+        self.tiers: Tiers | None = None
+        if config.tiers is not None:
+            tiered = TieredPool(config.full_pages, config.tiers.host_pages)
+            self.full_pool, self.tiers = tiered, Tiers(config.tiers, tiered, rows, p)
         self.swa_pool: PagePool[SwaPages] | None = PagePool("swa", config.swa_pages) if config.swa_pages else None
         self._full = Table(rows, self.width_pages)
         self._swa = Table(rows, self.width_pages) if self.swa_pool else None
@@ -118,7 +123,11 @@ class LedgerBase:
     def available(self, pool: str) -> int:
         """Pages a plan could get now: free ones and unlocked cached ones. Of this pool only."""
         if pool == "full":
-            return self.full_pool.free + self.tree.evictable_full
+            return self.full_pool.spare + self.tree.evictable_full
+        if self.tiers is not None and pool == "host":
+            return self.tiers.pool.host.free + self.tree.evictable_full
+        if self.tiers is not None and pool == "slots":
+            return self.tiers.slots.free
         return self._pool(pool).free + self.tree.evictable_swa
 
     def _pool(self, pool: str) -> PagePool[Any]:
@@ -126,6 +135,8 @@ class LedgerBase:
             return self.full_pool
         if pool == "swa" and self.swa_pool is not None:
             return self.swa_pool
+        if self.tiers is not None and pool in ("host", "slots"):
+            return self.tiers.pool.host if pool == "host" else self.tiers.slots
         raise ValueError(f"no pool {pool!r}")
 
     # --- rows --------------------------------------------------------------------------------------------------
@@ -141,7 +152,7 @@ class LedgerBase:
             expected = ROW_STATE_NAMES[state]
             raise self._broken(2, f"{entry} of a row that is {ROW_STATE_NAMES[now]}", row, expected=expected)
 
-    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int) -> int:
+    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int, budget_pages: int = 0) -> int:
         """Give out a row, lock the match for it and map its pages. The caller has checked that there is a row."""
         row = self._free_rows.pop()
         self._node[row] = self.tree.take(match, namespace, min(floor_page, match.pages))
@@ -153,14 +164,25 @@ class LedgerBase:
         self._evicted[row] = floor_page << self._shift if self._swa is not None else 0
         self._state[row] = state
         self._plannable[row] = state == RowState.ACTIVE
+        if self.tiers is not None:
+            self.tiers.open_row(row, match.pages, budget_pages)
         return row
 
     def _check_row_free(self) -> None:
         if not self._free_rows:
             raise OutOfRows(self.config.max_rows)
 
+    def _check_promise(self, budget_pages: int) -> None:
+        """Raises `OutOfPages` unless the host tier can hold `budget_pages` more beside what others may come to need."""
+        if self.tiers is not None and budget_pages:
+            have = self.available("host") - self.tiers.promised_pages(self._allocated >> self._shift)
+            if budget_pages > have:
+                raise OutOfPages("host", budget_pages, max(0, have))
+
     def _close_row(self, row: int) -> None:
         """Free what a row owns, unlock what it shares, forget it. Nothing names it any more."""
+        if self.tiers is not None:
+            self.tiers.close_row(row)
         full, swa, shared_swa = self.pages_of(row)
         self.full_pool.give_back(cast(FullPages, full), PageState.HELD)
         if self.swa_pool is not None and self._swa is not None:
@@ -170,6 +192,24 @@ class LedgerBase:
         self._full.write(row, 0, self.width_of(row), NO_PAGE)
         self.tree.unlock_path(self._node[row])
         self._node[row] = None
+        self._forget_row(row)
+
+    def _close_retracted(self, row: int, kept: int, width: int) -> None:
+        """`_close_row`, but the locks and the host pages below `kept` live on."""
+        self._generation[row] += 1
+        self._plannable[row] = False
+        if self.tiers is not None:
+            self.tiers.close_row(row)
+        self.full_pool.give_back(cast(FullPages, self._full.cells[row, kept:width].copy()), PageState.HELD)
+        if self.swa_pool is not None and self._swa is not None:
+            floor = max(int(self._evicted[row]), int(self._protected[row])) >> self._shift
+            own: Int32Array = self._swa.cells[row, floor:width]
+            self.swa_pool.give_back(cast(SwaPages, own.copy()), PageState.HELD)
+            self._swa.write(row, int(self._evicted[row]) >> self._shift, width, NO_PAGE)
+        self._full.write(row, 0, width, NO_PAGE)
+        self._forget_row(row)
+
+    def _forget_row(self, row: int) -> None:
         for lengths in (self._committed, self._known, self._allocated, self._protected, self._evicted, self._fill):
             lengths[row] = 0
         self._state[row] = RowState.FREE
@@ -194,15 +234,15 @@ class LedgerBase:
 
     def _make_room(self, full: int, swa: int) -> None:
         """See that so many pages are free, evicting cached ones. Raises `OutOfPages`, then nothing has changed."""
-        have = self.full_pool.free + self.tree.evictable_full
-        if full > have:
-            raise OutOfPages("full", full, have)
+        spare = self.full_pool.spare
+        if full > spare + self.tree.evictable_full:
+            raise OutOfPages(self.full_pool.scarce, full, spare + self.tree.evictable_full)
         if self.swa_pool is not None:
             have = self.swa_pool.free + self.tree.evictable_swa
             if swa > have:
                 raise OutOfPages("swa", swa, have)
-        if full > self.full_pool.free:
-            self.tree.evict_full(full - self.full_pool.free)
+        if full > spare:
+            self.tree.evict_full(full - spare)
         if self.swa_pool is not None and swa > self.swa_pool.free:
             self.tree.evict_swa(swa - self.swa_pool.free)
 

@@ -12,12 +12,14 @@ from typing import cast
 
 import numpy as np
 
+from octavo.errors import OutOfPages
 from octavo.kv.books import Preallocation, RowState, as_tokens
 from octavo.kv.ledger_base import LedgerBase
-from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, SwaPages, ceil_pages
+from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_pages
 from octavo.kv.pool import PageState
-from octavo.kv.prefix import Match
+from octavo.kv.prefix import Match, Node
 from octavo.kv.sliding import swa_tail
+from octavo.kv.tiers import Ticket, Tiers
 
 
 class TransferLedger(LedgerBase):
@@ -28,14 +30,31 @@ class TransferLedger(LedgerBase):
         return self.tree.match(ids, namespace, limit, read_from_page)
 
     def preallocate(
-        self, tokens: Sequence[int] | Int32Array, fill_tokens: int, *, namespace: str | None = None
+        self,
+        tokens: Sequence[int] | Int32Array,
+        fill_tokens: int,
+        *,
+        namespace: str | None = None,
+        host: bool = False,
+        budget_pages: int = 0,
+        ticket: Ticket | None = None,
     ) -> Preallocation:
         """Open a row for KV that is coming: lock the local prefix, lease full pages for the rest of
         [0, fill) and SWA pages for the tail only. One function for every path, device or host tier.
 
+        host           KV lands in the host pages of the full pages; `land` then takes the row's device slots
+        budget_pages   host pages the row may come to hold (0: none are promised)
+        ticket         the KV is in the host tier already, kept by `retract`: instead of a match its path, and its
+                       host pages; its slots are taken now
         Raises `OutOfRows`, `OutOfPages`, `LawViolation`; then nothing has changed and nothing is locked.
         """
         ids = as_tokens(tokens)
+        if host != (self.tiers is not None):
+            raise ValueError(f"host={host}: KV lands in the host tier exactly if there is one")
+        if ticket is not None and (not ticket.open or ticket.committed != fill_tokens):
+            raise ValueError(
+                f"fill_tokens {fill_tokens}: this ticket holds {ticket.committed} tokens, open={ticket.open}"
+            )
         if not 0 < fill_tokens <= len(ids):
             raise ValueError(f"fill_tokens {fill_tokens}: 1 … {len(ids)}, the tokens of the request")
         if fill_tokens > self.config.context_tokens:
@@ -44,17 +63,26 @@ class TransferLedger(LedgerBase):
             )
         self._check_row_free()
         tail = swa_tail(fill_tokens, self.config.window_tokens, self.page_size).start_tokens if self._swa else 0
-        # The row never reads below its tail, so a match needs no window alive before that.
-        match = self.match(ids[:fill_tokens], namespace, tail >> self._shift)
+        if ticket is None:
+            # The row never reads below its tail, so a match needs no window alive before that.
+            match = self.match(ids[:fill_tokens], namespace, tail >> self._shift)
+            self._check_promise(budget_pages)
+        else:
+            match, namespace, budget_pages = self._match_of(ticket), ticket.namespace, ticket.budget
+            if self.tiers is not None:
+                self.tiers.check_slots()
         first, last = match.pages, ceil_pages(fill_tokens, self.page_size)
         swa_first = max(first, tail >> self._shift)
-        row = self._open_row(match, namespace, tail >> self._shift, RowState.TRANSFER)
+        row = self._open_row(match, namespace, tail >> self._shift, RowState.TRANSFER, budget_pages)
         try:
-            self._make_room(last - first, last - swa_first)
+            if ticket is None:
+                self._make_room(last - first, last - swa_first)
+            else:
+                self._make_logical_room(last - first, last - swa_first)
         except Exception:
             self._close_row(row)
             raise
-        full = self.full_pool.take(last - first, PageState.LEASED)
+        full = self._take_leased(row, last - first, ticket)
         self._full.write(row, first, last, full)
         swa: Int32Array = np.empty(0, np.int32)
         if self.swa_pool is not None and self._swa is not None:
@@ -64,20 +92,65 @@ class TransferLedger(LedgerBase):
         self._fill[row] = fill_tokens
         generation = int(self._generation[row])
         self._leases[row, generation] = (full, swa)
-        self.stats["queried_tokens"] += len(ids)
-        self.stats["hit_tokens"] += match.pages << self._shift
+        if self.tiers is not None:
+            self.tiers.prefilled[row] = fill_tokens if ticket is None else ticket.prefilled
+        if ticket is not None:
+            self._end_ticket(ticket)
+        else:
+            self.stats["queried_tokens"] += len(ids)
+            self.stats["hit_tokens"] += match.pages << self._shift
         if self.trace is not None:
             self.trace.record("preallocate", tokens=ids, fill=fill_tokens, namespace=namespace, row=row)
         return Preallocation(row, generation, match.pages << self._shift, tail)
+
+    def _match_of(self, ticket: Ticket) -> Match:
+        """The path a ticket has locked, as `match` would give it."""
+        path: list[Node] = []
+        node = ticket.node
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        none = np.empty(0, np.int32)
+        full = np.concatenate([n.full for n in path]) if path else none
+        swa = np.concatenate([n.swa for n in path]) if path and self.swa_pool is not None else none
+        return Match(ticket.node.end_page, path, cast(FullPages, full), cast(SwaPages, swa))
+
+    def _make_logical_room(self, full: int, swa: int) -> None:
+        """`_make_room` where the host pages are there already. Evicting a cached page frees both."""
+        have = self.full_pool.free + self.tree.evictable_full
+        if full > have:
+            raise OutOfPages("full", full, have)
+        self._make_room(0, swa)
+        if full > self.full_pool.free:
+            self.tree.evict_full(full - self.full_pool.free)
+
+    def _take_leased(self, row: int, pages: int, ticket: Ticket | None) -> FullPages:
+        if ticket is None or self.tiers is None:
+            return self.full_pool.take(pages, PageState.LEASED)
+        self.tiers.open_slots(row)
+        return self.tiers.pool.take_for(ticket.host, PageState.LEASED)
+
+    def _end_ticket(self, ticket: Ticket) -> None:
+        """Drop what a ticket has locked. Its host pages have gone elsewhere."""
+        ticket.open = False
+        self.tree.unlock_path(ticket.node)
+        self.tree.unlock_swa(ticket.swa_shared)
+        if self.tiers is not None:
+            self.tiers.tickets.remove(ticket)
 
     def land(self, row: int, generation: int) -> bool:
         """Every transfer of (row, generation) is final and arrived: `committed` := fill.
 
         False if that life of the row is over: its lease ends, its pages are freed, the data is discarded.
+        In the host tier: the row gets its device slots now. Raises `OutOfPages` ("slots"); then nothing has changed.
         """
-        lease = self._leases.pop((row, generation), None)
+        lease = self._leases.get((row, generation))
         if lease is None:
             return False
+        if self.tiers is not None and self._state[row] == RowState.TRANSFER:
+            self._land_in_host(row, self.tiers)
+        del self._leases[row, generation]
         if self.trace is not None:
             self.trace.record("land", row=row)
         self._end_lease(lease, PageState.HELD)
@@ -89,6 +162,13 @@ class TransferLedger(LedgerBase):
         self._state[row] = RowState.ACTIVE
         self._plannable[row] = True
         return True
+
+    def _land_in_host(self, row: int, tiers: Tiers) -> None:
+        if not tiers.has_slots(row):
+            tiers.check_slots()
+            tiers.open_slots(row)
+        tiers.backed[row] = tiers.backing[row] = int(self._fill[row]) >> self._shift
+        tiers.touch(row)
 
     def fail_transfer(self, row: int, generation: int, *, final: bool = True) -> bool:
         """The transfer failed: the request's life ends. `final` says that nothing will be written any more; without
@@ -149,6 +229,8 @@ class TransferLedger(LedgerBase):
         self._generation[row] += 1
         self._plannable[row] = False
         self._state[row] = RowState.DRAINING
+        if self.tiers is not None:
+            self.tiers.budget[row] = 0  # it grows no more
         self._close_if_drained(row)
 
     def _close_if_drained(self, row: int) -> None:
@@ -157,3 +239,24 @@ class TransferLedger(LedgerBase):
         if any(leased_row == row for leased_row, _ in self._leases):
             return
         self._close_row(row)
+
+    # --- operations in flight ----------------------------------------------------------------------------------
+
+    def begin_op(self, rows: Sequence[int] | Int64Array, kind: str = "step") -> int:
+        """An operation that names `rows` starts. kind: "step", "transfer", "backup" or "load". Returns its id."""
+        at = np.array(rows, np.int64)
+        if not self._state[at].all():
+            raise self._broken(14, "an operation names a free row", int(at[self._state[at] == RowState.FREE][0]))
+        op = self.inflight.begin(at, kind)
+        if self.trace is not None:
+            self.trace.record("begin_op", rows=at, kind=kind, op=op)
+        return op
+
+    def end_op(self, op: int) -> None:
+        """The operation has drained: what only it kept is freed. Raises `LawViolation` 14 for an unknown id."""
+        idle, ready = self.inflight.end(op)
+        self._settle_aside(ready)
+        for row in idle[self._state[idle] == RowState.DRAINING].tolist():
+            self._close_if_drained(row)
+        if self.trace is not None:
+            self.trace.record("end_op", op=op)

@@ -1,6 +1,6 @@
 """Pages and positions: rounding, typed page ids (law 15).
 
-A page id is an index into one pool. Three index spaces exist and must never mix, so each has its own type: a
+A page id is an index into one pool. Four index spaces exist and must never mix, so each has its own type: a
 function that wants `FullPages` does not type-check with `SwaPages`. At run time all of them are int32 arrays.
 """
 
@@ -24,6 +24,7 @@ HostPage = NewType("HostPage", int)
 FullPages = NewType("FullPages", np.ndarray[tuple[int, ...], np.dtype[np.int32]])
 SwaPages = NewType("SwaPages", np.ndarray[tuple[int, ...], np.dtype[np.int32]])
 HostPages = NewType("HostPages", np.ndarray[tuple[int, ...], np.dtype[np.int32]])
+DeviceSlots = NewType("DeviceSlots", np.ndarray[tuple[int, ...], np.dtype[np.int32]])
 
 NO_PAGE = -1  # a table entry that names no page
 

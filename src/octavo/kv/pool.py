@@ -15,9 +15,9 @@ from typing import Final, Generic, TypeVar, cast
 import numpy as np
 
 from octavo.errors import LawViolation, OutOfPages
-from octavo.kv.pages import FullPages, HostPages, Int32Array, SwaPages
+from octavo.kv.pages import DeviceSlots, FullPages, HostPages, Int32Array, SwaPages
 
-Ids = TypeVar("Ids", FullPages, SwaPages, HostPages)
+Ids = TypeVar("Ids", FullPages, SwaPages, HostPages, DeviceSlots)
 
 
 class PageState:
@@ -49,6 +49,16 @@ class PagePool(Generic[Ids]):
     @property
     def free(self) -> int:
         return self.counts[0]
+
+    @property
+    def spare(self) -> int:
+        """Pages that `take` could give now."""
+        return self.counts[0]
+
+    @property
+    def scarce(self) -> str:
+        """Name of the budget that limits `spare`."""
+        return self.name
 
     def take(self, count: int, state: int = PageState.HELD) -> Ids:
         """Take `count` free pages into `state`; all or nothing (law 11). Raises `OutOfPages`."""

@@ -23,14 +23,17 @@ def ledger_report(ledger: LedgerBase, *, page_map: bool | None = None) -> dict[s
               page map: `map`, one letter of "fchlq" per page
     rows      live requests: row, generation, state, committed, known, allocated, protected, evicted, fill (tokens),
               and with a page map: `full_pages`, `swa_pages`, the ids the row owns
+    tiers     with HiSparse: sizes, tickets, backups, pages moved
     stats     queried and hit tokens, evictions, splits, heals, remapped pages, violations
     """
     pools: dict[str, PagePool[Any]] = {"full": ledger.full_pool}
     if ledger.swa_pool is not None:
         pools["swa"] = ledger.swa_pool
+    if ledger.tiers is not None:
+        pools["host"], pools["slots"] = ledger.tiers.pool.host, ledger.tiers.slots
     with_map = page_map if page_map is not None else sum(p.total for p in pools.values()) <= MAP_LIMIT_PAGES
     tree = ledger.tree
-    evictable = {"full": tree.evictable_full, "swa": tree.evictable_swa}
+    evictable = {"full": tree.evictable_full, "swa": tree.evictable_swa, "host": tree.evictable_full, "slots": 0}
     letters = np.frombuffer(STATE_LETTERS.encode(), np.uint8)
     shown: dict[str, Any] = {}
     for name, pool in pools.items():
@@ -51,6 +54,7 @@ def ledger_report(ledger: LedgerBase, *, page_map: bool | None = None) -> dict[s
             "healed_pages": tree.heals,
             "splits": tree.splits,
         },
+        **({} if ledger.tiers is None else {"tiers": ledger.tiers.report()}),
     }
 
 

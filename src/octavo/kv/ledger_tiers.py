@@ -1,0 +1,124 @@
+"""What the ledger does for the host tier (HiSparse): backups, retraction into a ticket, and what a ticket leaves.
+
+Retraction keeps host pages: a ticket holds them with the locked path, and `preallocate(ticket=…)` opens a row from it.
+Nothing is computed again, so pressure does not change text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from octavo.kv.books import ROW_STATE_NAMES, RowState, cell_runs
+from octavo.kv.ledger_transfers import TransferLedger
+from octavo.kv.pages import NO_PAGE, FullPages, Int64Array, SwaPages, ceil_p, ceil_pages
+from octavo.kv.pool import PageState
+from octavo.kv.tiers import Ticket
+
+
+class Backup(NamedTuple):
+    """Pages to copy into the host tier: (rows[i], columns[i]), all of them final. `op` ends with `end_backup`."""
+
+    op: int
+    rows: Int64Array
+    columns: Int64Array
+
+
+class TierLedger(TransferLedger):
+    def begin_backup(self, rows: Sequence[int] | Int64Array) -> Backup | None:
+        """An operation of kind "backup" for the whole pages of active `rows` that the host knows as committed and that
+        no backup has named. None if there are none, or no host tier."""
+        tiers = self.tiers
+        if tiers is None:
+            return None
+        at = np.asarray(rows, np.int64)
+        at = at[self._plannable[at]]
+        first, last = tiers.backing[at], self.committed[at] >> self._shift
+        at, first, last = (values[last > first] for values in (at, first, last))
+        if not len(at):
+            return None
+        op = self.begin_op(at, "backup")
+        tiers.backing[at] = last
+        tiers.backups[op] = (at, self.generation[at].copy(), last)
+        if self.trace is not None:
+            self.trace.record("backup", rows=at, op=op)
+        return Backup(op, *cell_runs(at, first, last - first))
+
+    def end_backup(self, op: int, *, written: bool = True) -> None:
+        """The backup has drained: `backed` rises in the rows that still live. `written` False: the host tier refused
+        the copy; the pages stay unbacked and the caller ends the requests."""
+        tiers = self.tiers
+        if tiers is None or op not in tiers.backups:
+            raise self._broken(14, "no such backup is in flight", operation=op)
+        rows, generations, last = tiers.backups.pop(op)
+        alive = (self.generation[rows] == generations) & self._plannable[rows]
+        rows, last = rows[alive], last[alive]
+        if written:
+            tiers.stats["backed_up_pages"] += int((last - tiers.backed[rows]).sum())
+            tiers.backed[rows] = last
+            tiers.touch(rows)
+        else:
+            tiers.backing[rows] = tiers.backed[rows]
+        self.end_op(op)
+
+    def retract(self, row: int) -> Ticket:
+        """End a row's life and keep its KV in the host tier: slots, logical pages and own SWA pages go back.
+
+        The caller has copied the row's pages [backed, ceil_p(committed)) and its own SWA pages. No operation names the
+        row. Raises `LawViolation` 14 or 2; then nothing has changed.
+        """
+        tiers = self.tiers
+        if tiers is None:
+            raise ValueError("this ledger has no host tier")
+        self._require(row, RowState.ACTIVE, "retract")
+        if self.inflight.per_row[row]:
+            raise self._broken(
+                14, "retract of a row that is in flight", row, operations=int(self.inflight.per_row[row])
+            )
+        protected, width = int(self.protected[row]) >> self._shift, self.width_of(row)
+        kept = ceil_pages(int(self.committed[row]), self.page_size)
+        if self._node[row] is None or kept < protected:
+            raise self._broken(2, "retract: committed lies below protected", row, kept=kept, protected=protected)
+        if self.trace is not None:
+            self.trace.record("retract", row=row)
+        floor = int(self.evicted[row]) >> self._shift
+        none = np.empty(0, np.int32)
+        shared = self._swa.cells[row, floor:protected].copy() if self._swa is not None else none
+        namespace = self._namespace_of(row)
+        host = tiers.pool.part(cast(FullPages, self._full.cells[row, protected:kept].copy()))
+        ticket = Ticket(
+            node=self.path_end(row), namespace=namespace, host=host, swa_first=floor, swa_shared=cast(SwaPages, shared),
+            committed=int(self.committed[row]), prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
+        )  # fmt: skip
+        tiers.tickets.append(ticket)
+        tiers.stats["retracted"] += 1
+        self._node[row] = None  # its locks are the ticket's now
+        self._full.write(row, protected, kept, NO_PAGE)
+        self._close_retracted(row, kept, width)
+        return ticket
+
+    def _namespace_of(self, row: int) -> str | None:
+        node = self.path_end(row)
+        while node.parent is not None:
+            node = node.parent
+        return node.namespace
+
+    def drop_ticket(self, ticket: Ticket) -> None:
+        """The retracted request ended: its host pages are freed, its path unlocked."""
+        if self.tiers is None:
+            raise ValueError("this ledger has no host tier")
+        if not ticket.open:
+            raise self._broken(6, "a ticket is used twice", host_pages=len(ticket.host))
+        if self.trace is not None:
+            self.trace.record("drop_ticket", ticket=self.tiers.tickets.index(ticket))
+        self.tiers.pool.host.give_back(ticket.host, PageState.HELD)
+        self.tiers.stats["dropped_tickets"] += 1
+        self._end_ticket(ticket)
+
+    def unbacked(self, row: int) -> tuple[int, int]:
+        """Columns [first, last) that a retraction must copy first: backed … ceil_p(committed)."""
+        if self.tiers is None:
+            raise ValueError(f"row {row} {ROW_STATE_NAMES[int(self._state[row])]}: this ledger has no host tier")
+        return int(self.tiers.backed[row]), ceil_p(int(self.committed[row]), self.page_size) >> self._shift
