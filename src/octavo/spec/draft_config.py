@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, ModelNotFound
 from octavo.model.config import ModelConfig, RopeConfig
 from octavo.spec.verify import MAX_NODES
 
@@ -133,28 +133,40 @@ def default_dflash_layers(num_layers: int, features: int) -> tuple[int, ...]:
 
 def read_draft_config(path: str | Path, target: ModelConfig) -> DraftConfig:
     """Read `config.json` of a draft folder (or beside a draft file). Raises ModelError naming the file."""
+    file, data = read_draft_json(path)
+    try:
+        return parse_draft_config(data, target)
+    except ModelError as error:
+        raise ModelError(str(error), file=file) from error
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise ModelError(f"missing or malformed key ({type(error).__name__}: {error})", file=file) from error
+
+
+def read_draft_json(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """(config.json, its content) of a draft folder, or of the folder a draft file is in.
+
+    Raises ModelNotFound for a path that is not there, ModelError for one without a configuration.
+    """
     folder = Path(path)
+    if not folder.exists():
+        raise ModelNotFound("no such draft folder or file", file=folder)
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
     try:
         data = json.loads(file.read_text())
     except OSError as error:
         raise ModelError(f"a draft needs its configuration ({error.strerror})", file=file) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"not JSON ({error})", file=file) from error
     if not isinstance(data, dict):
         raise ModelError("not a JSON object", file=file)
-    try:
-        return parse_draft_config(data, target)
-    except ModelError as error:
-        raise ModelError(str(error), file=file) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"missing or malformed key ({type(error).__name__}: {error})", file=file) from error
+    return file, data
 
 
 def algorithm_of(data: Mapping[str, Any]) -> Algorithm:
     """Which algorithm a config is for. Raises ModelError if it names none that is supported."""
     kind = data.get("speculators_model_type")
-    architectures = " ".join(data.get("architectures") or [])
+    named = data.get("architectures")
+    architectures = " ".join(map(str, named)) if isinstance(named, list) else ""
     if kind == "dflash" or "dflash_config" in data or "DFlashDraft" in architectures:
         return "dflash"
     if kind == "eagle3" or "eagle_config" in data or "Eagle3" in architectures or "draft_vocab_size" in data:

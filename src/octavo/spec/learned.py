@@ -31,13 +31,12 @@ EAGLE_STEPS = 3
 
 
 def algorithm_of(path: str | Path) -> str:
-    """ "eagle3" or "dflash" as a draft's config says. Raises ModelError."""
-    folder = Path(path)
-    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    """ "eagle3" or "dflash" as a draft's config says. Raises ModelError naming the file."""
+    file, data = draft_config.read_draft_json(path)
     try:
-        return draft_config.algorithm_of(json.loads(file.read_text()))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"a draft needs its configuration ({error})", file=file) from error
+        return draft_config.algorithm_of(data)
+    except ModelError as error:
+        raise ModelError(str(error), file=file) from error
 
 
 def shipped_folders() -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,44 @@ _ARRAY_DTYPES = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What a key must hold where it is read without looking: (keys, what is needed, whether a value is that).
+_KINDS: tuple[tuple[re.Pattern[str], str, Callable[[Any], bool]], ...] = (
+    (
+        re.compile(
+            r"general\.(architecture|type)|tokenizer\.(chat_template|ggml\.(model|pre))|\w+\.rope\.scaling\.type"
+        ),
+        "text",
+        lambda value: isinstance(value, str),
+    ),
+    (re.compile(r"tokenizer\.ggml\.(tokens|merges)"), "a list of texts", lambda value: isinstance(value, StringArray)),
+    (
+        re.compile(r"tokenizer\.ggml\.(token_type|eos_token_ids)"),
+        "a list of whole numbers",
+        lambda value: isinstance(value, np.ndarray) and value.dtype.kind in "iu",
+    ),
+    (
+        re.compile(r"tokenizer\.ggml\.scores"),
+        "a list of numbers",
+        lambda value: isinstance(value, np.ndarray) and value.dtype.kind in "fiu",
+    ),
+    (re.compile(r"tokenizer\.ggml\.\w+_token_id|split\.(count|no|tensors\.count)"), "a whole number", _is_whole),
+    (re.compile(r"tokenizer\.ggml\.add_\w+"), "true or false", lambda value: isinstance(value, bool)),
+    (
+        re.compile(r"\w+\.(expert_count|rope\.scale_linear|final_logit_softcapping|attention\.sliding_window)"),
+        "a number",
+        _is_number,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +179,7 @@ class GGUFFile:
             key, position = self._string(position)
             (kind,) = _U32.unpack_from(data, position)
             value, position = self._value(key, kind, position + 4)
-            self.metadata[key] = value
+            self.metadata[key] = self._checked(key, value)
         rows = []
         for _ in range(tensor_count):
             row, position = self._tensor_row(position)
@@ -152,6 +191,14 @@ class GGUFFile:
         self.data_start = -(-position // alignment) * alignment
         for name, dims, kind_id, offset in rows:
             self._place(name, dims, kind_id, offset, alignment)
+
+    def _checked(self, key: str, value: Any) -> Any:
+        """`value`, if it is of the kind that the key's readers take for granted."""
+        for keys, needed, fits in _KINDS:
+            if keys.fullmatch(key) and not fits(value):
+                shown = repr(value) if isinstance(value, str | int | float) else type(value).__name__
+                raise self._error(f"metadata {key} is {shown[:60]}; {needed} is needed")
+        return value
 
     def _check_count(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self.size_bytes:

@@ -148,20 +148,29 @@ def hf_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
         "mlp_bias": architecture == "llama" and bool(get.get("mlp_bias", False)),
         "qk_norm": architecture in ("qwen3", "gemma3"),
         "tie_embeddings": bool(get.get("tie_word_embeddings", False) if tied is None else tied),
-        "bos_token_id": get.get("bos_token_id"),
-        "eos_token_ids": token_ids(get.get("eos_token_id")),
-        "pad_token_id": get.get("pad_token_id"),
+        "bos_token_id": _token_id(get.get("bos_token_id"), "bos_token_id", file),
+        "eos_token_ids": token_ids(get.get("eos_token_id"), file),
+        "pad_token_id": _token_id(get.get("pad_token_id"), "pad_token_id", file),
     }
     if architecture == "gemma3":
         fields.update(_gemma3(get, hidden, head_dim))
     return ModelConfig(**fields)
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` may be a number, a list or null."""
+def token_ids(value: Any, file: Path) -> tuple[int, ...]:
+    """`eos_token_id` may be a number, a list or null. Raises `ModelError` naming the file."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    found = [_token_id(item, "eos_token_id", file) for item in listed]
+    return tuple(item for item in found if item is not None)
+
+
+def _token_id(value: Any, key: str, file: Path) -> int | None:
+    """One token id; null and a negative number mean "none"."""
     if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"{key} is {value!r}; a token id (a whole number) is needed", file=file)
+    return value if value >= 0 else None
 
 
 def _activation(get: Fields) -> str:
@@ -193,8 +202,11 @@ def _windows(get: Fields, layers: int) -> tuple[int | None, ...]:
             kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         else:
             first = get.get("max_window_layers", 28)
+            if isinstance(first, bool) or not isinstance(first, int):
+                raise ModelError(f"max_window_layers is {first!r}; a whole number is needed", file=get.file)
             kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ModelError(
             f"layer_types is {kinds!r}; {layers} entries of sliding_attention or full_attention are needed",
             file=get.file,
@@ -219,7 +231,7 @@ def _gemma3(get: Fields, hidden: int, head_dim: int) -> dict[str, Any]:
         "norm_plus_one": False,
         "embed_scale": math.sqrt(hidden),
         "query_scale": None if scalar == head_dim else scalar**-0.5,
-        "final_logit_softcap": float(softcap) if softcap else None,
+        "final_logit_softcap": positive(softcap, "final_logit_softcapping", get.file) if softcap else None,
     }
 
 
@@ -229,15 +241,13 @@ def _rope(get: Fields, layer_type: str) -> RopeConfig:
     theta = get.get("rope_local_base_freq", 10000.0) if local else get.get("rope_theta")
     if theta is None:
         theta = 1_000_000.0 if get.architecture == "gemma3" else 10000.0
-    given = get.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ModelError(f"rope_parameters is {given!r}; an object is needed", file=get.file)
+    given = _object(get.get("rope_parameters"), "rope_parameters", get.file)
     if "full_attention" in given or "sliding_attention" in given:
-        given = given.get(layer_type) or {}
+        given = _object(given.get(layer_type), f"rope_parameters.{layer_type}", get.file)
     elif local:  # flat parameters describe the layers that see everything
         given = {}
-    scaling = {} if local else (get.get("rope_scaling") or {})
-    merged = {**given, **(scaling if isinstance(scaling, Mapping) else {})}
+    scaling = {} if local else _object(get.get("rope_scaling"), "rope_scaling", get.file)
+    merged = {**given, **scaling}
     theta = positive(merged.get("rope_theta") or theta, "rope_theta", get.file)
     if (merged.get("partial_rotary_factor") or get.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError("partial_rotary_factor: only a whole head can be rotated (1.0)", file=get.file)
@@ -249,6 +259,15 @@ def _rope(get: Fields, layer_type: str) -> RopeConfig:
             f"RoPE scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn", file=get.file
         )
     return RopeConfig(theta=theta, scaling=kind, params=_scaling(get, kind, dict(merged)))
+
+
+def _object(value: Any, key: str, file: Path) -> Mapping[str, Any]:
+    """A JSON object, or an empty one where the key says nothing."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{key} is {value!r}; an object is needed", file=file)
+    return value
 
 
 def _scaling(get: Fields, kind: str, given: dict[str, Any]) -> dict[str, float]:

@@ -39,7 +39,8 @@ def folder_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
 
     eos = id_of("eos_token")
     listed = [eos] if eos is not None else []
-    listed += [*token_ids(generation.get("eos_token_id")), *config.eos_token_ids]
+    listed += [*token_ids(generation.get("eos_token_id"), folder / "generation_config.json"), *config.eos_token_ids]
+    listed = [i for i in listed if i < config.vocab_size]  # an id the model has no row for is never said
     bos = id_of("bos_token")
     _add_bos(backend, options, specials.get("bos_token"), bos)
     return Tokenizer(

@@ -66,16 +66,21 @@ def gguf_tokenizer(file: GGUFFile, cache: Path | None) -> Tokenizer:
     if "tokenizer.ggml.tokens" not in values:
         raise ModelError("metadata tokenizer.ggml.tokens is missing: the file has no tokenizer", file=file.path)
     backend = _cached(file, cache) if cache is not None else _convert(file)
-    eos = [values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    listed = values.get("tokenizer.ggml.eos_token_ids")
-    ends = [int(i) for i in eos if i is not None] + [int(i) for i in (listed if listed is not None else ())]
+    count = len(values["tokenizer.ggml.tokens"])
+
+    def known(token_id: int | None) -> int | None:
+        """The id, if there is such a token: some files write -1, or 32 bits of it, for "none"."""
+        return token_id if token_id is not None and 0 <= token_id < count else None
+
+    eos = [known(values.get(f"tokenizer.ggml.{key}_token_id")) for key in ("eos", "eot", "eom")]
+    listed = [known(int(i)) for i in values.get("tokenizer.ggml.eos_token_ids", ())]
     return Tokenizer(
         backend,
-        bos_id=values.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=ends,
+        bos_id=known(values.get("tokenizer.ggml.bos_token_id")),
+        eos_ids=[i for i in (*eos, *listed) if i is not None],
         eos_id=eos[0],
-        pad_id=values.get("tokenizer.ggml.padding_token_id"),
-        unk_id=values.get("tokenizer.ggml.unknown_token_id"),
+        pad_id=known(values.get("tokenizer.ggml.padding_token_id")),
+        unk_id=known(values.get("tokenizer.ggml.unknown_token_id")),
         chat_template=values.get("tokenizer.chat_template") or None,
     )
 
@@ -257,7 +262,7 @@ def _add_ends(
         if (
             values.get(f"tokenizer.ggml.add_{name}_token", default)
             and isinstance(token_id, int)
-            and token_id < len(tokens)
+            and 0 <= token_id < len(tokens)
         ):
             ends[name] = (tokens[token_id], token_id)
     if ends:
