@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
+from octavo.engine import collect
 from octavo.engine.client import EngineClient, RequestStream
+from octavo.engine.collect import Prompt
 from octavo.engine.handshake import unpack_tokenizer
-from octavo.engine.output import CompletionOutput, RequestOutput
+from octavo.engine.output import RequestOutput
 from octavo.engine.process import DEFAULT_CORE
 from octavo.engine.request import ChoiceOutput, EngineRequest
 from octavo.errors import EngineDead, RequestError
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from octavo.engine.messages import ChoiceDelta
     from octavo.model.load.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -108,7 +109,7 @@ class AsyncLLM:
         With `request_id` a single prompt can be ended by `abort(request_id)`.
         """
         await self.start()
-        listed = _listed(prompts)
+        listed = collect.listed(prompts)
         if request_id is not None and len(listed) != 1:
             raise RequestError("request_id: it names one prompt; give one", param="request_id")
         return await self._run([await self._tokens(p) for p in listed], params, request_id)
@@ -170,18 +171,16 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         request_id: str | None,
     ) -> list[RequestOutput]:
-        settings = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(settings) != len(prompts):
-            raise RequestError(
-                f"{len(settings)} params for {len(prompts)} prompts: give one, or one each", param="params"
-            )
+        settings = collect.one_each(params, len(prompts))
         streams: list[RequestStream] = []
         try:
             for tokens, setting in zip(prompts, settings, strict=True):
                 streams.append(self._submit(tokens, setting, request_id))
-            pairs = zip(streams, prompts, settings, strict=True)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_collect(s, tokens, setting.n)) for s, tokens, setting in pairs]
+                tasks = [
+                    group.create_task(_collect(stream, collect.empty(stream.request_id, tokens, setting.n)))
+                    for stream, tokens, setting in zip(streams, prompts, settings, strict=True)
+                ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -190,18 +189,10 @@ class AsyncLLM:
         return [task.result() for task in tasks]
 
 
-async def _collect(stream: RequestStream, tokens: list[int], n: int) -> RequestOutput:
-    result = RequestOutput(stream.request_id, tokens, [CompletionOutput(index=i) for i in range(n)])
+async def _collect(stream: RequestStream, result: RequestOutput) -> RequestOutput:
     await stream.accepted
     async for delta in stream:
-        answer = result.outputs[delta.index]
-        answer.text += delta.text
-        answer.token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            answer.logprobs = [*(answer.logprobs or []), *delta.logprobs]
-        answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.metrics is not None:
-            answer.metrics = delta.metrics
+        collect.add(result, delta)
     return result
 
 
@@ -218,13 +209,5 @@ def _output(delta: ChoiceDelta) -> ChoiceOutput:
         prompt_tokens=delta.prompt_tokens,
         cached_tokens=delta.cached_tokens,
         metrics=delta.metrics,
+        prompt_logprobs=delta.prompt_logprobs,
     )
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of numbers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

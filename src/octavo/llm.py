@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine import collect
+from octavo.engine.collect import Prompt
 from octavo.engine.core import EngineCore
-from octavo.engine.output import CompletionOutput, RequestOutput
+from octavo.engine.output import RequestOutput
 from octavo.engine.request import ChoiceOutput, EngineRequest
-from octavo.errors import EngineDead, RequestError
+from octavo.errors import EngineDead
 from octavo.params import SamplingParams
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -55,7 +56,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts. A prompt is text or a list of token ids; no template is applied."""
-        return self._run([self._tokens(p) for p in _listed(prompts)], params)
+        return self._run([self._tokens(p) for p in collect.listed(prompts)], params)
 
     def chat(
         self,
@@ -118,11 +119,7 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
-        settings = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(settings) != len(prompts):
-            raise RequestError(
-                f"{len(settings)} params for {len(prompts)} prompts: give one, or one each", param="params"
-            )
+        settings = collect.one_each(params, len(prompts))
         ids: list[str] = []
         self._interrupted = False
         arrival_s = time.monotonic()
@@ -139,16 +136,15 @@ class LLM:
     def _collect(
         self, ids: list[str], prompts: list[list[int]], settings: list[SamplingParams]
     ) -> list[RequestOutput]:
-        results = [
-            RequestOutput(i, p, [CompletionOutput(index=c) for c in range(s.n)])
-            for i, p, s in zip(ids, prompts, settings, strict=True)
-        ]
+        results = [collect.empty(i, p, s.n) for i, p, s in zip(ids, prompts, settings, strict=True)]
         by_id = {result.request_id: result for result in results}
         left = sum(s.n for s in settings)
         while left:
             for output in self._step(ids):
                 if output.request_id in by_id:
-                    _add(by_id[output.request_id].outputs[output.index], output)
+                    if output.error is not None:
+                        raise output.error
+                    collect.add(by_id[output.request_id], output)
                     left -= output.finished
         return results
 
@@ -176,25 +172,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of numbers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _add(answer: CompletionOutput, output: ChoiceOutput) -> None:
-    """Take the news of one step into an answer. Raises the error of a request that failed."""
-    if output.error is not None:
-        raise output.error
-    answer.text += output.text
-    answer.token_ids.extend(output.token_ids)
-    if output.logprobs is not None:
-        answer.logprobs = [*(answer.logprobs or []), *output.logprobs]
-    answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
-    if output.metrics is not None:
-        answer.metrics = output.metrics

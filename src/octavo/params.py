@@ -103,6 +103,8 @@ class SamplingParams:
     min_tokens          end tokens and stops are ignored before
     logprobs            None, or how many alternatives (0 … 20) are reported beside each chosen token.
                         They are log-softmax of the model's own logits, before any processor
+    prompt_logprobs     the same for the tokens of the prompt, given what stands before each. The prefix cache is
+                        not used then
     json_object, json_schema, regex, grammar   at most one; `grammar` is Lark text
     """
 
@@ -122,6 +124,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     json_object: bool = False
@@ -175,9 +178,10 @@ class SamplingParams:
         put("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT64_MAX, "an integer from 0 is allowed"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _fail("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens}) is allowed")
-        if self.logprobs is not None:
-            allowed = f"an integer from 0 to {MAX_LOGPROBS} is allowed"
-            put("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, allowed))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                allowed = f"an integer from 0 to {MAX_LOGPROBS} is allowed"
+                put(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS, allowed))
 
     def _check_structured(self) -> None:
         given = [name for name in STRUCTURED_FIELDS if getattr(self, name) not in (None, False)]

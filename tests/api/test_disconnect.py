@@ -7,11 +7,13 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, MutableMapping
+from typing import Any
 
 import httpx
 import pytest
 
+from octavo.api.disconnect import EventStream
 from tests.api.serving import IDLE_S, Server, running
 
 LONG = {"prompt": "long", "max_tokens": 400, "ignore_eos": True}
@@ -172,3 +174,33 @@ def test_a_tenth_leaving_at_random(slow: Server) -> None:
     assert slow.wait_idle() < IDLE_S
     pool = slow.get("/kv.json").json()["pools"]["full"]
     assert pool["held"] == pool["leased"] == 0
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 0.5])
+def test_a_stream_on_which_nothing_comes_is_kept_alive(silent_s: float) -> None:
+    """A comment between the events while the answer waits, none where it flows, and nothing behind its end."""
+    sent: list[bytes] = []
+    closed: list[bool] = []
+
+    async def blocks() -> AsyncGenerator[bytes, None]:
+        for number in range(3):
+            await asyncio.sleep(silent_s if number == 1 else 0)
+            yield b"data: %d\n\n" % number
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b"start"))
+
+    async def go() -> None:
+        await EventStream(blocks(), lambda: closed.append(True), keep_alive_s=0.1)({"type": "http"}, receive, send)
+        await asyncio.sleep(0.25)
+
+    asyncio.run(go())
+    events = [block for block in sent if not block.startswith(b":")]
+    comments = [block for block in sent if block.startswith(b":")]
+    assert events == [b"start", b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""] and sent[-1] == b"" and closed
+    assert 1 <= len(comments) <= 5 if silent_s else not comments
+    assert all(comment.endswith(b"\n\n") for comment in comments)

@@ -142,6 +142,51 @@ def test_echo(server: Server) -> None:
     assert nothing["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+@pytest.mark.parametrize("prompt", ["score é me", [70, 71, 72, 73]], ids=["text", "ids"])
+def test_echo_with_logprobs_scores_the_prompt(server: Server, prompt: Any, max_tokens: int) -> None:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1, "seed": 1234}
+    answer = server.post("/v1/completions", body).json()
+    choice, size = answer["choices"][0], answer["usage"]["prompt_tokens"]
+    logprobs = choice["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {size + answer["usage"]["completion_tokens"]}
+    assert answer["usage"]["completion_tokens"] == max_tokens and choice["finish_reason"] == "length"
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    for value, top in list(zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))[1:]:
+        assert len(top) == 1 and value <= max(top.values())
+    assert logprobs["text_offset"][0] == 0 and logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    plain = server.post("/v1/completions", body | {"echo": False, "max_tokens": 6}).json()["choices"][0]
+    assert choice["text"] == server.post("/v1/completions", body | {"logprobs": None}).json()["choices"][0]["text"]
+    assert logprobs["tokens"][size:] == plain["logprobs"]["tokens"][:max_tokens]
+    chunks = events(server, "/v1/completions", body)
+    parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert [x for part in parts for x in part["token_logprobs"]] == logprobs["token_logprobs"]
+    assert "".join(c["choices"][0]["text"] for c in chunks) == choice["text"]
+
+
+def _labels(server: Server) -> list[str]:
+    """How completions name each token id."""
+    body = {"prompt": list(range(288)), "max_tokens": 0, "echo": True, "logprobs": 0}
+    labels: list[str] = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]
+    return labels
+
+
+def test_a_greedy_answer_scores_as_the_likeliest(server: Server) -> None:
+    """What an evaluation harness does: the likelihood of a continuation, and whether greedy decoding gives it."""
+    prompt = server.post("/tokenize", {"prompt": "begin"}).json()["tokens"]
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    made = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    names = {text: i for i, text in enumerate(_labels(server))}
+    ids = [names[label] for label in made["tokens"]]
+    whole = [prompt + ids, prompt + [*ids[:-1], (ids[-1] + 1) % 288]]
+    score = {"prompt": whole, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    good, bad = (c["logprobs"] for c in server.post("/v1/completions", score).json()["choices"])
+    span = slice(len(prompt), -1)
+    assert good["token_logprobs"][span] == pytest.approx(made["token_logprobs"], abs=1e-6)
+    likeliest = [[max(top.values()) for top in one["top_logprobs"][span]] for one in (good, bad)]
+    assert good["token_logprobs"][span] == likeliest[0] and bad["token_logprobs"][span] != likeliest[1]
+
+
 def test_max_tokens_zero_huge_and_absent(server: Server) -> None:
     zero = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 0}).json()
     assert zero["choices"][0]["finish_reason"] == "length" and zero["choices"][0]["message"]["content"] == ""

@@ -109,7 +109,7 @@ TABLE: list[tuple[tuple[str, Any], int, str | None, str]] = [
     (text(prompt="x" * 513), 400, "prompt", "context"),
     (text(logprobs=True), 400, "logprobs", "0 to 20"),
     (text(logprobs=21), 400, "logprobs", "0 to 20"),
-    (text(echo=True, logprobs=1), 400, "echo", "not supported"),
+    (text(echo="yes"), 400, "echo", "true"),
     (text(suffix="tail"), 400, "suffix", "allowed"),
     (text(messages=HELLO), 400, "messages", "unknown"),
     (("/tokenize", {}), 400, "prompt", "either"),

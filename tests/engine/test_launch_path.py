@@ -75,7 +75,7 @@ def test_the_launch_path_does_not_sync(kind: str, draft: str, monkeypatch: pytes
         SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3, max_tokens=8, logprobs=2),
         SamplingParams(temperature=0.5, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={5: 2.0},
-                       min_tokens=4, max_tokens=8),
+                       min_tokens=4, max_tokens=8, prompt_logprobs=3),
     ]  # fmt: skip
     for i, params in enumerate(mixed):
         core.add_request(EngineRequest(f"r{i}", list(range(10 + 30 * i)), params))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.output import OutputProcessor, RequestOutput, RequestOutputState, TokenLogprob, token_logprobs
+from octavo.backend.results import HostLogprobs
+from octavo.engine.output import OutputProcessor, RequestOutput, RequestOutputState, TokenLogprob
 from octavo.params import SamplingParams
 from tests.unit.tokenizer_zoo import byte_level
 
@@ -136,8 +138,13 @@ def test_a_run_of_many_equals_one_token_at_a_time(
 
 
 def test_logprob_entries_keep_what_the_row_wanted() -> None:
-    entries = token_logprobs([4, 5], [-0.1, -0.2], [[4, 9, 1], [7, 5, 2]], [[-0.1, -3.0, -4.0], [-0.1, -0.2, -5.0]], 1)
-    assert entries == [TokenLogprob(4, -0.1, ((4, -0.1),)), TokenLogprob(5, -0.2, ((7, -0.1),))]
+    found = HostLogprobs(
+        np.array([-0.5, -1.0]), np.array([[4, 9, 1], [7, 5, 2]]), np.array([[-0.5, -3.0, -4.0], [-0.25, -1.0, -5.0]])
+    )
+    both = [TokenLogprob(4, -0.5, ((4, -0.5),)), TokenLogprob(5, -1.0, ((7, -0.25),))]
+    assert found.entries([4, 5], 1) == both
+    assert found.entries([5, 4], 1, [1, 0]) == both[::-1]
+    assert found.entries([5], 0, [1]) == [TokenLogprob(5, -1.0, ())]
 
 
 def test_request_output_shows_the_first_answer() -> None:

@@ -32,7 +32,7 @@ class Completion:
         self.created = int(time.time())
         self.tally = Tally()
         self.calls: list[Call] = []
-        self._echo = [service.tokenizer.decode(ids, True) if body.echo else "" for ids in prompts]
+        self._echo = [service.tokenizer.decode(ids, params.skip_special_tokens) if body.echo else "" for ids in prompts]
 
     async def start(self) -> None:
         """Submit every prompt. If one is refused, those before it are taken back."""
@@ -63,8 +63,15 @@ class Completion:
 
     def _writers(self) -> dict[int, CompletionLogprobs]:
         n = self.params.n
-        return {p * n + c: CompletionLogprobs(self.service.token_text, len(self._echo[p]))
-                for p in range(len(self.prompts)) for c in range(n)}
+        skip = self.params.skip_special_tokens
+        return {i: CompletionLogprobs(self.service.token_text, skip_special_tokens=skip)
+                for i in range(len(self.prompts) * n)}
+
+    def _logprobs(self, writer: CompletionLogprobs, number: int, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """`logprobs` of one delta; those of the prompt come with the first one, if it is echoed."""
+        parts = [writer.add(delta.prompt_logprobs, self.prompts[number]), writer.add(delta.logprobs)]
+        there = [part for part in parts if part is not None]
+        return merge_completion(there) if there else None
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
@@ -81,7 +88,7 @@ class Completion:
                 index = self._index(number, delta)
                 choice = choices[index]
                 choice["text"] += delta.text
-                part = writers[index].add(delta.logprobs)
+                part = self._logprobs(writers[index], number, delta)
                 if part is not None:
                     logprobs[index].append(part)
                 if delta.finished:
@@ -116,7 +123,8 @@ class Completion:
                     if index in waiting_echo:
                         waiting_echo.discard(index)
                         text = self._echo[number] + text
-                    choice = {"index": index, "text": text, "logprobs": writers[index].add(delta.logprobs),
+                    logprobs = self._logprobs(writers[index], number, delta)
+                    choice = {"index": index, "text": text, "logprobs": logprobs,
                               "finish_reason": delta.finish_reason if delta.finished else None,
                               "stop_reason": delta.stop_reason if delta.finished else None}
                     yield sse.event({**head, "choices": [choice], **null_usage})
@@ -133,9 +141,6 @@ class Completion:
 async def prepare(service: Service, body: CompletionRequest) -> Completion:
     """Check and tokenise; nothing has been submitted yet. Raises `RequestError`."""
     service.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo: together with logprobs it would need the log-probabilities of the prompt, which are "
-                           "not supported", param="echo", code="unsupported_value")
     tokenizer = service.tokenizer
     params = completion_params(body)
     prompts = await service.in_thread(completion_prompts, tokenizer, body)

@@ -45,7 +45,8 @@ def chat_params(body: ChatRequest, tool_constraint: dict[str, Any] | None = None
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
-    return _params(body, body.max_tokens, "max_tokens", body.logprobs, None)
+    params = _params(body, body.max_tokens, "max_tokens", body.logprobs, None)
+    return params.with_changes(prompt_logprobs=params.logprobs) if body.echo else params
 
 
 def _params(body: Sampled, max_tokens: int | None, max_name: str, logprobs: int | None,
@@ -176,6 +177,8 @@ def _speaks_of_tools(messages: list[dict[str, Any]]) -> bool:
 
 def blame_field(error: RequestError, body: Sampled, *, forced_call: bool) -> RequestError:
     """The error with the field that the client sent: a schema the grammar engine refuses may come from a tool."""
+    if error.param == "prompt_logprobs":
+        return RequestError(f"echo: together with logprobs it needs {error}", param="echo", code="unsupported_value")
     if error.param not in ("json_schema", "regex", "grammar"):
         return error
     if forced_call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ class TokenText:
         self._tokenizer = tokenizer
         self._byte_level = tokenizer.token_to_id("Ġ") is not None or tokenizer.token_to_id("Ġthe") is not None
         self._added = tokenizer.backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in self._added.items() if token.special)
         self._cache: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -36,6 +37,12 @@ class TokenText:
         if known is None:
             known = self._cache[token_id] = self._find(token_id)
         return known
+
+    def width_of(self, token_id: int, *, skip_special_tokens: bool = True) -> int:
+        """Characters the token adds to a text (a part of one counts as one)."""
+        if skip_special_tokens and token_id in self._special:
+            return 0
+        return len(self.bytes_of(token_id).decode("utf-8", "replace"))
 
     def label_of(self, token_id: int) -> str:
         """The token as text, or its bytes spelled out where they are no whole characters (so labels stay distinct)."""
@@ -86,20 +93,28 @@ def _finite(logprob: float) -> float:
 class CompletionLogprobs:
     """`choice.logprobs` of a text completion, whose offsets count on over deltas."""
 
-    def __init__(self, text: TokenText, offset: int = 0) -> None:
-        self._text, self._offset = text, offset
+    def __init__(self, text: TokenText, *, skip_special_tokens: bool = True) -> None:
+        self._text, self._skip = text, skip_special_tokens
+        self._offset = 0
 
-    def add(self, entries: Iterable[TokenLogprob] | None) -> dict[str, Any] | None:
-        """The object for the next tokens."""
+    def add(
+        self,
+        entries: Sequence[TokenLogprob | None] | None,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> dict[str, Any] | None:
+        """The object for the next tokens. An entry may be None only for a token of the prompt, whose ids are given
+        then: nothing stands before the first one, so it has no probability."""
         if entries is None:
             return None
         out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            out["tokens"].append(self._text.label_of(entry.token_id))
-            out["token_logprobs"].append(_finite(entry.logprob))
-            out["top_logprobs"].append({self._text.label_of(i): _finite(lp) for i, lp in entry.top})
+        for number, entry in enumerate(entries):
+            token_id = prompt_token_ids[number] if entry is None else entry.token_id
+            top = None if entry is None else {self._text.label_of(i): _finite(lp) for i, lp in entry.top}
+            out["tokens"].append(self._text.label_of(token_id))
+            out["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
+            out["top_logprobs"].append(top)
             out["text_offset"].append(self._offset)
-            self._offset += len(self._text.bytes_of(entry.token_id).decode("utf-8", "replace"))
+            self._offset += self._text.width_of(token_id, skip_special_tokens=self._skip)
         return out
 
 

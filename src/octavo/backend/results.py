@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from octavo.backend.prompt_logprobs import by_chunk
+from octavo.engine.output import TokenLogprob
 from octavo.sched.batch import StepPlan
 
 if TYPE_CHECKING:
@@ -22,6 +25,15 @@ class HostLogprobs:
     top_ids: np.ndarray
     top_values: np.ndarray
 
+    def entries(self, tokens: Sequence[int], wanted: int, nodes: Sequence[int] | None = None) -> list[TokenLogprob]:
+        """For `tokens`, chosen at `nodes` (None: the first of all, in order), with the `wanted` likeliest beside it."""
+        at = slice(None) if nodes is None else nodes
+        chosen, ids, values = (part[at].tolist() for part in (self.chosen, self.top_ids, self.top_values))
+        return [
+            TokenLogprob(token, logprob, tuple(zip(i[:wanted], v[:wanted], strict=True)))
+            for token, logprob, i, v in zip(tokens, chosen, ids, values, strict=False)
+        ]
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -31,6 +43,7 @@ class StepResult:
     accepted  per decode row: how many of them were drafted
     nodes     per decode row: flat node index of each token (into `logprobs`), None without logprobs
     first     chunk index -> first sampled token of a finished prompt
+    prompts   chunk index -> log-probabilities of the prompt tokens that the chunk predicts, where they are wanted
     """
 
     tokens: list[list[int]]
@@ -40,6 +53,7 @@ class StepResult:
     logprobs: HostLogprobs | None
     first: dict[int, int]
     first_logprobs: HostLogprobs | None
+    prompts: dict[int, HostLogprobs] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +69,7 @@ class StepHandle:
     _event: Any = None
     _lengths: tuple[int, ...] = ()
     _final: list[int] = field(default_factory=list)
+    _prompts: dict[int, int] = field(default_factory=dict)
 
     def keep_decodes(
         self, tokens: torch.Tensor, counts: torch.Tensor, nodes: torch.Tensor, flat: Flat, logprobs: Any
@@ -77,6 +92,12 @@ class StepHandle:
         self._copies["first"] = sampled
         if logprobs is not None:
             self._keep_logprobs("prefill", logprobs)
+
+    def keep_prompts(self, found: tuple[dict[int, int], Any] | None) -> None:
+        """Log-probabilities of prompt tokens, as `backend.prompt_logprobs` gives them."""
+        if found is not None:
+            self._prompts = found[0]
+            self._keep_logprobs("prompt", found[1])
 
     def _keep_logprobs(self, name: str, logprobs: Any) -> None:
         chosen, ids, values = logprobs
@@ -108,8 +129,18 @@ class StepHandle:
             nodes = [[i] for i in range(len(tokens))] if "decode.chosen" in host else None
         first = dict(zip(self._final, host["first"].tolist(), strict=True)) if "first" in host else {}
         return StepResult(
-            tokens, accepted, self._lengths, nodes, _logprobs(host, "decode"), first, _logprobs(host, "prefill")
-        )
+            tokens, accepted, self._lengths, nodes, _logprobs(host, "decode"), first, _logprobs(host, "prefill"),
+            self._prompt_logprobs(host),
+        )  # fmt: skip
+
+    def _prompt_logprobs(self, host: dict[str, np.ndarray]) -> dict[int, HostLogprobs]:
+        every = _logprobs(host, "prompt")
+        if every is None:
+            return {}
+        return {
+            chunk: HostLogprobs(every.chosen[at], every.top_ids[at], every.top_values[at])
+            for chunk, at in by_chunk(self._prompts).items()
+        }
 
     def _flat_nodes(self, nodes: np.ndarray, accepted: list[int]) -> list[list[int]]:
         starts = np.concatenate([[0], np.cumsum([1 + n for n in self._lengths])])[:-1]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from octavo.backend.masks import draft_masks, first_masks, to_device
+from octavo.backend.prompt_logprobs import prompt_logprobs
 from octavo.backend.relay import Relay, TableProjection, upload
 from octavo.backend.results import StepHandle
 from octavo.backend.sampler import Sampler
@@ -398,6 +399,7 @@ class Runner:
             if self.sampler.remembers:
                 self.sampler.remember(final_rows, at, sampled[:, None])
             handle.keep_prefills(final, sampled, logprobs)
+        handle.keep_prompts(prompt_logprobs(self.network, chunks, hidden))
         if self.drafter is not None:
             known = [c.request.tokens[c.start + 1 : c.end] + ([0] if c.final else [c.request.tokens[c.end]])
                      for c in chunks]

@@ -21,7 +21,7 @@ import numpy as np
 
 from octavo.backend.results import HostLogprobs, StepHandle, StepResult
 from octavo.config import EngineConfig
-from octavo.engine.output import Delta, OutputProcessor, TokenLogprob, token_logprobs
+from octavo.engine.output import Delta, OutputProcessor, TokenLogprob
 from octavo.engine.request import ChoiceOutput, EngineRequest, Request, State
 from octavo.engine.setup import Parts, build
 from octavo.engine.stats import EngineStats, StatsKeeper
@@ -96,6 +96,8 @@ class EngineCore:
             raise RequestError(f"token id {bad} is outside the vocabulary (0 … {self.vocab_size - 1})", param="prompt")
         if self.side is not None:
             self.side.check(call)
+            if params.prompt_logprobs is not None:
+                raise RequestError(f"prompt_logprobs: not with --role {self.config.role}", param="prompt_logprobs")
         elif call.bootstrap is not None:
             raise RequestError("bootstrap_room: this server has --role both", param="bootstrap_room")
         room = self.max_model_len - prompt
@@ -131,7 +133,7 @@ class EngineCore:
         self._stalled = False
         self._stats.prompt(prompt)
         for request in choices:
-            if max_tokens == 0:
+            if max_tokens == 0 and params.prompt_logprobs is None:
                 self._finish(request, "length")
             elif self.side is not None:
                 self.side.arrive(request, call)
@@ -241,19 +243,22 @@ class EngineCore:
             kept = bool(applied[len(plan.decodes) + i])
             self._land(request, kept, outputs=int(chunk.final))
             if kept and request.active:
-                self.ledger.publish(request.row, request.tokens)
+                if request.namespace is None:
+                    self.ledger.publish(request.row, request.tokens)
+                if i in result.prompts:
+                    known, wanted = request.tokens[chunk.start + 1 :], request.params.prompt_logprobs
+                    request.learn_prompt(chunk.start, result.prompts[i].entries(known, wanted or 0))
                 token = [result.first[i]] if chunk.final else []
-                logprobs = _at(result.first_logprobs, [first] * len(token), token, request.params.logprobs)
+                logprobs = _entries(result.first_logprobs, [first] * len(token), token, request)
                 held = self.side is not None and self.side.computed(request, token[0] if token else None, logprobs)
                 if token and not held:
-                    self._append(request, token, logprobs, now)
+                    self._first_token(request, token, logprobs, now)
             first += int(chunk.final)
         self.ledger.evict(np.array([r.row for r in self.scheduler.running], dtype=np.int64))
 
     def _logprobs(self, request: Request, result: StepResult, index: int) -> list[TokenLogprob] | None:
-        if result.nodes is None:
-            return None
-        return _at(result.logprobs, result.nodes[index], result.tokens[index], request.params.logprobs)
+        nodes = None if result.nodes is None else result.nodes[index]
+        return _entries(result.logprobs, nodes, result.tokens[index], request)
 
     def _committed(self, row: int) -> int:
         return int(self.ledger.committed[row])
@@ -263,6 +268,13 @@ class EngineCore:
         request.inflight_steps = max(0, request.inflight_steps - 1)
         if applied:
             request.inflight_outputs = max(0, request.inflight_outputs - outputs)
+
+    def _first_token(self, request: Request, token: list[int], logprobs: list[TokenLogprob] | None, now: float) -> None:
+        """The prompt is done. With max_tokens 0 it was computed for its log-probabilities alone."""
+        if request.max_tokens == 0:
+            self._finish(request, "length")
+        else:
+            self._append(request, token, logprobs, now)
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float) -> None:
         """Give a request its accepted run; the earliest stop inside it wins, the rest is dropped."""
@@ -300,6 +312,7 @@ class EngineCore:
                 cached_tokens=request.cached_tokens,
                 metrics=self._stats.request_metrics(request, self.config.page_size) if reason is not None else None,
                 error=error,
+                prompt_logprobs=request.take_prompt_logprobs(),
             )
         )
 
@@ -315,7 +328,7 @@ class EngineCore:
         self.scheduler.remove(request)
         row = request.row
         if row >= 0:
-            self.ledger.release(row, request.tokens if publish else None)
+            self.ledger.release(row, request.tokens if publish and request.namespace is None else None)
             if request.state is not State.TRANSFER:
                 self.runner.end(row)
         request.finish_reason = reason
@@ -423,11 +436,11 @@ class EngineCore:
             self.parts.trace.close()
 
 
-def _at(
-    logprobs: HostLogprobs | None, nodes: list[int], tokens: list[int], wanted: int | None
+def _entries(
+    logprobs: HostLogprobs | None, nodes: list[int] | None, tokens: list[int], request: Request
 ) -> list[TokenLogprob] | None:
     """The log-probabilities of the given flat nodes, in order; None if the request wants none."""
-    if logprobs is None or wanted is None:
+    wanted = request.params.logprobs
+    if logprobs is None or nodes is None or wanted is None:
         return None
-    ids, values = logprobs.top_ids[nodes].tolist(), logprobs.top_values[nodes].tolist()
-    return token_logprobs(tokens, logprobs.chosen[nodes].tolist(), ids, values, wanted)
+    return logprobs.entries(tokens, wanted, nodes)

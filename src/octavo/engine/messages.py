@@ -66,6 +66,7 @@ class ChoiceDelta(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 # API -> engine

@@ -27,13 +27,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def token_logprobs(
-    tokens: Sequence[int], chosen: Sequence[float], top_ids: Sequence[Sequence[int]], top: Sequence[Sequence[float]],
-    wanted: int,
-) -> list[TokenLogprob]:  # fmt: skip
-    """Entries of one row from host lists; `wanted` alternatives of the batch's maximum are kept."""
-    rows = zip(tokens, chosen, top_ids, top, strict=True)
-    return [TokenLogprob(t, lp, tuple(zip(ids[:wanted], lps[:wanted], strict=True))) for t, lp, ids, lps in rows]
+PromptLogprobs = list[TokenLogprob | None]  # one a token of the prompt; nothing predicts the first: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +172,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None  # message where finish_reason is "error"
 
     @property

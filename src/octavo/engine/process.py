@@ -101,15 +101,12 @@ def _other(value: Any) -> Any:
 
 def delta_of(output: ChoiceOutput) -> m.ChoiceDelta:
     """The wire form of a core's output."""
-    logprobs = None
-    if output.logprobs is not None:
-        logprobs = [TokenLogprob(int(p.token_id), float(p.logprob), _pairs(p.top)) for p in output.logprobs]
     return m.ChoiceDelta(
         request_id=output.request_id,
         index=output.index,
         text=output.text,
         token_ids=[int(t) for t in output.token_ids],
-        logprobs=logprobs,
+        logprobs=_entries(output.logprobs),
         finished=output.finished,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
@@ -117,7 +114,15 @@ def delta_of(output: ChoiceOutput) -> m.ChoiceDelta:
         cached_tokens=output.cached_tokens,
         metrics=output.metrics,
         error=None if output.error is None else m.ErrorInfo.of(output.error),
+        prompt_logprobs=_entries(output.prompt_logprobs),
     )
+
+
+def _entries(entries: Any) -> Any:
+    """Log-probabilities as plain numbers, None where there is none."""
+    if entries is None:
+        return None
+    return [None if p is None else TokenLogprob(int(p.token_id), float(p.logprob), _pairs(p.top)) for p in entries]
 
 
 def _pairs(top: Any) -> tuple[tuple[int, float], ...]:

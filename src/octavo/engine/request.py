@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from octavo.engine.grammar import Matcher
-from octavo.engine.output import RequestMetrics, RequestOutputState, TokenLogprob
+from octavo.engine.output import PromptLogprobs, RequestMetrics, RequestOutputState, TokenLogprob
 from octavo.errors import OctavoError
 from octavo.params import SamplingParams
 
@@ -78,6 +78,7 @@ class ChoiceOutput:
     cached_tokens: int
     metrics: RequestMetrics | None = None
     error: OctavoError | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # once, with the first output of a choice that asked for them
 
     @property
     def delta(self) -> str:
@@ -107,6 +108,7 @@ class Request:
         "prefill_target",
         "preemptions",
         "priority",
+        "prompt_logprobs",
         "prompt_tokens",
         "row",
         "scheduled_s",
@@ -142,11 +144,26 @@ class Request:
         self.output: RequestOutputState  # set by the core
         self.grammar: Matcher | None = None
         self.namespace: str | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None  # of the first tokens of the prompt; None when handed out
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+            # Nobody's pages match it and its own match nobody: every position is computed, for its hidden state.
+            self.namespace = f"prompt logprobs {self.call_id}/{choice}"
 
     def move(self, state: State) -> None:
         if state not in LEGAL_MOVES[self.state]:
             raise IllegalMove(f"request {self.call_id}/{self.choice}: {self.state.value} -> {state.value}")
         self.state = state
+
+    def learn_prompt(self, start: int, entries: list[TokenLogprob]) -> None:
+        """Log-probabilities of the prompt tokens behind position `start` (some may be known from a former life)."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs[start + 1 :] = entries
+
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """The log-probabilities of the whole prompt, once."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     @property
     def num_outputs(self) -> int:
