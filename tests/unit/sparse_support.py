@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from octavo.ops import reference
 from octavo.ops.meta import KVLayer, KVView, PageSelector, SparseView, StepMeta
-from octavo.ops.sparse_state import back_up, new_sparse_view, open_rows
+from octavo.ops.sparse_state import back_up, new_sparse_view, open_rows, summarise_host_pages
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 HOST_LAYERS = (3, 1)  # of four layers in a host page
@@ -28,7 +29,7 @@ class Setup:
     page_size: int = 4
     device_pages: int = 8
     topk_pages: int = 3
-    recent_tokens: int = 6
+    recent_tokens: int = 12
     footprint_tokens: int = 6
     dense_limit_tokens: int = 0
     rows: int = 4
@@ -50,6 +51,7 @@ class Piece:
     branches: tuple[int, ...] | None = None  # what a token is made of; 0: the true one of its position
 
 
+@lru_cache(maxsize=1 << 16)
 def content(row_seed: int, position: int, layer: int, branch: int = 0) -> dict[str, torch.Tensor]:
     """q [H·D], k, v [KVH·D] of one token: integers from -2 to 2 (values: any)."""
     seed = ((row_seed * 1009 + position) * 31 + layer) * 17 + branch
@@ -128,6 +130,7 @@ class World:
         """Columns first … last - 1 go to the host tier; from now on they may lose their places."""
         columns = torch.arange(first, last)
         back_up(self.kv, torch.full_like(columns, row), columns)
+        summarise_host_pages(self.view, self.view.host_table[row, columns].long())
         self.view.backed[row] = last
 
     def prefill(self, row: int, length: int, chunk: int, *, start: int = 0) -> list[torch.Tensor]:

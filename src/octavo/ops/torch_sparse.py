@@ -1,4 +1,4 @@
-"""Sparse layers in torch: bounds of new pages, selection, swap-in and attention over the counted pages.
+"""Sparse layers in torch: selection, swap-in and attention over the counted pages.
 
 What a query counts depends on its position and on committed keys alone (design 03): page 0, the pages that overlap the
 last `recent_tokens` positions and everything behind, and the `topk_pages` best of the complete pages between. A query
@@ -27,9 +27,8 @@ from octavo.ops.torch_slots import locate, map_columns
 class _Pages:
     """What all sparse layers of a step share; b sequences, t decoding tokens, W columns.
 
-    rows [b]; host_pages [b, W], -1 none; written, filled, complete [b, W] bool: columns this step writes, columns
-    with older tokens, columns that are full once the step has written; always, candidates [t, W] bool: what a
-    decoding token counts in any case, and what it may choose from.
+    rows [b]; host_pages [b, W], -1 none; written, filled [b, W] bool: columns this step writes, columns with older
+    tokens; always, candidates [t, W] bool: what a decoding token counts in any case, and what it may choose from.
     """
 
     width: int
@@ -37,7 +36,6 @@ class _Pages:
     host_pages: torch.Tensor
     written: torch.Tensor
     filled: torch.Tensor
-    complete: torch.Tensor
     always: torch.Tensor
     candidates: torch.Tensor
 
@@ -68,7 +66,6 @@ class SparseStep:
         meta, view, pages = self.meta, self.view, self._plan()
         needed = pages.written
         if self.decode_tokens:
-            self._sum_up_recent(layer.index)
             counted = self._select(layer.index, q[: self.decode_tokens].float(), kv_heads, head_dim)
             self._counted[layer.index] = counted_list(counted, self._list_width())
             union = torch.zeros(pages.written.shape, dtype=torch.int32, device=counted.device)
@@ -109,7 +106,6 @@ class SparseStep:
                 view.host_table.index_select(0, meta.rows)[:, :width].long(),
                 written=(columns >= first) & (columns <= last),
                 filled=columns * p < meta.kv_start[:, None],
-                complete=(columns + 1) * p <= last_slot[:, None] + 1,
                 **self._rules(columns),
             )
         return self._pages
@@ -160,28 +156,6 @@ class SparseStep:
             scores.append(selector.score(layer, queries[lo : lo + size], summaries))
         return pages.always | best(torch.cat(scores), pages.candidates, view.topk_pages)
 
-    # -- sums of pages --------------------------------------------------------------------------------------------
-
-    def _sum_up_recent(self, layer: int) -> None:
-        """Pages that became complete since the last step of a decoding row lie in its last footprint below kv_start."""
-        meta, view, pages = self.meta, self.view, self._plan()
-        b = meta.num_decodes
-        count = min(pages.width, -(-view.footprint_tokens // view.page_size) + 1)
-        columns = meta.kv_start[:b, None] // view.page_size - count + torch.arange(count, device=meta.rows.device)
-        valid = (columns >= 0) & (columns < pages.width)
-        columns = columns.clamp(0, pages.width - 1)
-        home = pages.host_pages[:b].gather(1, columns)
-        slot, there = locate(view, layer, meta.rows[:b, None], columns)
-        keys = view.slots[:, layer, 0][slot]
-        stored = view.host[:, view.host_layers[layer], 0][torch.where(there, -1, home)]
-        keys = torch.where(there[:, :, None, None, None], keys, stored)
-        self._keep_sums(layer, keys.flatten(0, 1), home.flatten(), valid.flatten())
-
-    def _keep_sums(self, layer: int, keys: torch.Tensor, home: torch.Tensor, valid: torch.Tensor) -> None:
-        """Sums of keys [m, kv_heads, p, head_dim] under host pages `home` [m], where valid."""
-        target = torch.where(valid & (home >= 0), home, self.view.bounds.shape[0] - 1)
-        self.view.bounds[:, layer][target] = selector_of(self.view).summarise(layer, keys)
-
     # -- attention ------------------------------------------------------------------------------------------------
 
     def _attend_counted(self, q: torch.Tensor, layer: int, group: int) -> list[torch.Tensor]:
@@ -228,7 +202,7 @@ class SparseStep:
         return most + reserve > view.device_pages
 
     def _attend_all(self, q: torch.Tensor, layer: int, sequence: int, group: int) -> list[torch.Tensor]:
-        """One prompt chunk: every page below its end, in tiles of queries. Complete pages get their sums here."""
+        """One prompt chunk: every page below its end, in tiles of queries."""
         meta, view, pages = self.meta, self.view, self._plan()
         lo, hi = meta.q_indptr[sequence], meta.q_indptr[sequence + 1]
         if lo == hi:
@@ -239,9 +213,6 @@ class SparseStep:
         one = meta.q_seq[lo : lo + 1]
         k, v = self._gather(layer, one, column, at[None] % view.page_size, True)
         home = pages.host_pages[sequence]
-        whole = k[0, :, : pages.width * view.page_size]
-        whole = whole.reshape(k.shape[1], pages.width, view.page_size, k.shape[3]).transpose(0, 1)
-        self._keep_sums(layer, whole, home, pages.complete[sequence])
         there = (home[column[0]] >= 0) & (at // view.page_size < pages.width)
         v.masked_fill_(~(there & (at <= meta.write_slots[hi - 1]))[None, None, :, None], 0.0)
         size = max(8, min(TILE_TOKENS, SCORE_BUDGET // (slots * group * k.shape[1])))
