@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+
 from tests.api.serving import ROOT, Server, running
 
 
@@ -14,6 +16,20 @@ def test_probes(server: Server) -> None:
     assert server.get("/health").status_code == 200
     assert server.get("/ready").json() == {"status": "ready"}
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", server.get("/version").json()["version"])
+
+
+def test_probes_answer_head(server: Server) -> None:
+    for path in ("/health", "/ready"):
+        response = httpx.head(server.url + path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
+def test_tokenizer_facts(server: Server) -> None:
+    facts = server.get("/tokenizer_info").json()
+    assert facts["eos_token"] == "<|end|>" == facts["eos_tokens"][0] and facts["bos_token"] is None
+    assert facts["vocab_size"] == 288 and "message" in facts["chat_template"] and facts["add_bos_token"] is False
+    tokens = server.post("/tokenize", {"prompt": facts["eos_token"], "add_special_tokens": False}).json()["tokens"]
+    assert tokens == [256]
 
 
 def test_models(server: Server) -> None:

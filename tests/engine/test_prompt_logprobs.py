@@ -57,7 +57,9 @@ def same(a: list[TokenLogprob | None] | None, b: list[TokenLogprob | None] | Non
     return a is not None and a == b
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"page_size": 1}, {"max_batched_tokens": 24}, {"draft": "ngram"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"page_size": 1}, {"max_batched_tokens": 24}, {"draft": "ngram"}]
+)
 def test_company_chunks_and_a_warm_cache_do_not_change_them(options: dict[str, Any]) -> None:
     given = prompts(4, seed=8)
     alone = [outputs(engine(), [(p, SCORE)])[0].prompt_logprobs for p in given]

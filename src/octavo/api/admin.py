@@ -25,6 +25,7 @@ def service_of(request: Request) -> Service:
     return service
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["state"])
 async def health(request: Request) -> Response:
     """200 while the engine process answers its heartbeat."""
@@ -34,6 +35,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "unhealthy", "reason": f"the engine process is {client.state.value}"}, 503)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", tags=["state"])
 async def ready(request: Request) -> Response:
     """200 when requests would be served now: model loaded, engine making progress, not draining."""
@@ -101,6 +103,22 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
         raise RequestError(f"tokens: got {str(bad)[:40]}; token ids are 0 to {size - 1}", param="tokens")
     text = await service.in_thread(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
     return {"prompt": text, "content": text, "text": text}
+
+
+@router.get("/tokenizer_info", tags=["tokens"])
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What a client needs to use this tokenizer from afar: its control tokens and the chat template."""
+    tokenizer = service_of(request).tokenizer
+    names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id,
+             "unk_token": tokenizer.unk_id}
+    return {
+        **{name: None if i is None else tokenizer.id_to_token(i) for name, i in names.items()},
+        "eos_tokens": [tokenizer.id_to_token(i) for i in sorted(tokenizer.eos_ids)],
+        "add_bos_token": tokenizer.adds_bos,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": service_of(request).max_model_len,
+        "chat_template": tokenizer.chat_template,
+    }
 
 
 @router.get("/metrics", tags=["state"])

@@ -61,7 +61,8 @@ def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
     endpoints: dict[str, list[str]] = {}
     for route in (*router.routes, *admin.router.routes):
         if isinstance(route, Route):
-            endpoints.setdefault(route.path, []).extend(sorted((route.methods or set()) - {"HEAD"}))
+            methods = sorted((route.methods or set()) - {"HEAD"})
+            endpoints.setdefault(route.path.replace(":path", ""), []).extend(methods)
     errors.install(app, endpoints, BODIES)
     app.add_middleware(Gate, api_key=config.api_key, max_body_bytes=config.max_body_bytes,
                        root_path=config.root_path)

@@ -75,7 +75,8 @@ class Gate:
                            f"{self._limit_bytes}")
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
-            raise BadMediaType(f"Content-Type {kind[:80]!r} is not supported; send application/json")
+            raise BadMediaType(f"Content-Type {kind[:80]!r} is not supported; send application/json "
+                               "(curl: -H 'Content-Type: application/json')")
         if not kind:
             scope["headers"] = [*scope["headers"], (b"content-type", b"application/json")]
 
