@@ -184,7 +184,7 @@ class EngineConfig:
     draft_model: str | None = option(
         None,
         text("a draft folder or file", metavar="PATH", optional=True),
-        "weights of an EAGLE-3 or DFlash draft",
+        "weights of an EAGLE-3 or DFlash draft; for ngram a text that is looked up too",
         group="draft",
         shown_default="the one shipped for the model",
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.errors import ConfigError
 from octavo.params import SamplingParams
 from octavo.spec.checkpoint import random_draft, save_draft
 from octavo.spec.draft_config import (
@@ -98,6 +99,39 @@ def test_a_right_script_is_accepted_whole(tmp_path: Path, overlap: bool) -> None
     spec = core.report()["speculation"]
     assert spec["accepted_tokens"] / spec["draft_tokens"] > 0.9
     assert core.stats().drafts <= 7
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafting_stops_at_the_drafts_own_position_limit(tmp_path: Path, overlap: bool) -> None:
+    """A row that grows past the limit, and one that begins past it: plain text, counted, no more drafts."""
+    target = config_of("llama")
+    short = EagleConfig(LayerShape.of(target), VOCAB, VOCAB, default_eagle_taps(4), context_tokens=40)
+    save_draft(tmp_path, random_draft(short, seed=3), dtype=torch.float32)
+    forty = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    calls = [(prompts(1, low=20, high=20)[0], forty), (prompts(1, seed=5, low=45, high=50)[0], forty)]
+    core = engine(draft="eagle3", draft_model=str(tmp_path), draft_adaptive=False, overlap=overlap)
+    assert run(core, calls, close=False) == [solo("llama", p, s) for p, s in calls]
+    spec = core.report()["speculation"]
+    assert spec["past_draft_limit"] == 2
+    assert 0 < spec["drafts"] <= 40 - len(calls[0][0])
+    core.close()
+
+
+def test_ngram_looks_a_shared_text_up_too(tmp_path: Path) -> None:
+    """`--draft ngram --draft-model FILE`: what a request has never said is drafted from the file."""
+    (tmp_path / "shared.txt").write_text("nothing\n\nfaxxxxx")
+    drafted = {}
+    for shared in (None, str(tmp_path / "shared.txt")):
+        core = engine(draft="ngram", draft_model=shared, draft_adaptive=False)
+        (x,) = core.tokenizer.encode("x")
+        only_x = SamplingParams(temperature=0, max_tokens=3, logit_bias={x: 100.0})
+        assert run(core, [(core.tokenizer.encode("fa"), only_x)], close=False) == [[x] * 3]
+        drafted[shared] = core.report()["speculation"]["accepted_tokens"]
+        core.close()
+    assert list(drafted.values()) == [0, 1]
+    for wrong in (tmp_path, tmp_path / "nowhere.txt"):
+        with pytest.raises(ConfigError, match="UTF-8 text file"):
+            engine(draft="ngram", draft_model=str(wrong))
 
 
 def test_ngram_finds_repetition() -> None:

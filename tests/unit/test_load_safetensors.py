@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_load_model_of_a_folder(tmp_path: Path) -> None:
     loaded = load_model(folder, progress=False)
     assert (loaded.name, loaded.path, loaded.format) == ("my-model", folder, "safetensors F32")
     assert loaded.weight_bytes == sum(w.nbytes for w in tensors.values())
-    assert loaded.sha256 is None
+    assert [file.name for file in loaded.weight_files] == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
     assert loaded.tensors.groups32("model.layers.0.mlp.up_proj.weight") is None
     ends = {tokens.index(t) for t in ("<|eos|>", "<|bos|>", "<|im_end|>")}
     assert loaded.tokenizer.eos_ids == ends and set(loaded.config.eos_token_ids) == ends
@@ -178,3 +179,18 @@ def test_loader_and_registry_know_the_same_architectures() -> None:
 
     assert loaded == {hf: name for name, entry in networks.items() for hf in entry.hf_names}
     assert set(SUPPORTED) <= set(networks)
+
+
+def test_the_hash_of_a_checkpoint_covers_all_its_files(tmp_path: Path) -> None:
+    """A draft names the target it is for by this hash, so a shard that differs must show."""
+    config = tiny("llama", num_layers=2)
+    tensors = random_tensors(expected_tensors(config))
+    write_folder(tmp_path / "one", hf_config_json(config, "LlamaForCausalLM"), tensors)
+    one = load_model(tmp_path / "one", cache_dir=tmp_path, progress=False)
+    assert one.sha256 == hashlib.sha256((tmp_path / "one" / "model.safetensors").read_bytes()).hexdigest()
+    write_folder(tmp_path / "many", hf_config_json(config, "LlamaForCausalLM"), tensors, shards=3)
+    many = load_model(tmp_path / "many", cache_dir=tmp_path, progress=False)
+    assert len(many.weight_files) == 3 and many.sha256 not in (None, one.sha256)
+    last = many.weight_files[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"\x01")
+    assert load_model(tmp_path / "many", cache_dir=tmp_path, progress=False).sha256 != many.sha256

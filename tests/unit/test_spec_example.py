@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from octavo.engine.request import EngineRequest
+from octavo.errors import ConfigError
 from octavo.params import SamplingParams
-from octavo.spec.drafter import Drafter
+from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch
 from tests.tiny import engine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -27,6 +28,46 @@ def answer(draft: str, prompt: list[int]) -> tuple[list[int], int]:
     accepted = int(core.report()["speculation"]["accepted_tokens"])
     core.close()
     return tokens, accepted
+
+
+class NoEnd(Drafter):
+    """Three of the four methods."""
+
+    def __init__(self, *, draft_tokens: int, vocab_size: int) -> None:
+        pass
+
+    def begin(self, request: DraftRequest) -> None: ...
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        raise NotImplementedError
+
+    def observe(self, observation: Observation) -> None: ...
+
+
+class OwnEnd(NoEnd):
+    """All four, but none of the numbers that the books need."""
+
+    def end(self, row: int) -> None: ...
+
+
+def one_argument(vocab: int) -> None:
+    """Not made the way drafters are."""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoEnd", "abstract method.*end"),
+        ("OwnEnd", "it lacks name, max_draft_tokens, max_depth, footprint_tokens"),
+        ("one_argument", "Class.draft_tokens=…, vocab_size=….*unexpected keyword"),
+        ("Nobody", "cannot be imported.*Nobody"),
+    ],
+)
+def test_a_class_that_is_no_drafter_is_refused(name: str, words: str) -> None:
+    """None of begin, propose, observe, end has a default that could be forgotten."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        engine(draft=f"{__name__}:{name}")
+    assert caught.value.option == "draft"
 
 
 def test_the_example_drafter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,7 @@ class Runner:
                 host_tokens=tokens,
                 kv=self.kv,
                 max_kv_tokens=plan.max_kv_tokens,
+                host_lens=tuple(len(d.request.tokens) + d.request.inflight_outputs for d in plan.decodes),
             )
         )
         return draft if any(draft.lengths) else None

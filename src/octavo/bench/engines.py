@@ -55,7 +55,8 @@ class Ours:
         if mode not in MODES:
             raise ConfigError("--mode", mode, f"allowed: {', '.join(MODES)}")
         self.mode, self.threads = mode, config.num_threads
-        self.config = config.replace(draft=MODES[mode], prefix_cache=False)
+        weights = config.draft_model if MODES[mode] in ("eagle3", "dflash", "scripted") else None
+        self.config = config.replace(draft=MODES[mode], draft_model=weights, prefix_cache=False)
         start = time.perf_counter()
         self.llm: LLM = open_llm(self.config, quiet=True)
         self.load_s = time.perf_counter() - start

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from octavo.errors import ConfigError, OctavoError, UserError
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. User errors are one line; `-v` shows where they come from."""
     from octavo.cli.parser import parse
 
+    _find_modules_here()
     args = parse(sys.argv[1:] if argv is None else argv)
     verbose = getattr(args, "verbose", False)
     try:
@@ -37,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         advice = _missing_extra(error)
         return _fail(advice or error, verbose, EXIT_FAILURE, show=advice is not None)
+
+
+def _find_modules_here() -> None:
+    """`--draft module:Class` finds modules of the folder we are in; it comes last, so that they shadow nothing."""
+    with suppress(FileNotFoundError):  # the folder may be gone
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
 
 
 def _missing_extra(error: ModuleNotFoundError) -> ModuleNotFoundError | None:

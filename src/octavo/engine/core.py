@@ -30,6 +30,7 @@ from octavo.kv.balance import check as check_books
 from octavo.ops.random_bits import request_seed
 from octavo.sched.batch import StepPlan
 from octavo.sched.scheduler import Scheduler, SchedulerConfig, SettleFirst
+from octavo.spec.metas import past_draft_limit
 
 
 class EngineCore:
@@ -403,7 +404,7 @@ class EngineCore:
                 "waiting": len(self.scheduler.waiting),
                 "preemptions": self.scheduler.preemptions,
             },
-            "speculation": self._stats.speculation(),
+            "speculation": {**self._stats.speculation(), "past_draft_limit": past_draft_limit(self.parts.drafter)},
             **({} if self.side is None else {"disaggregation": {**self.side.report(), **self.side.tally.snapshot()}}),
         }
 

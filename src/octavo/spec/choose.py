@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,11 +57,13 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
         count = NGRAM_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens - 1
         if count < 1:
             raise ConfigError("draft_tokens", config.draft_tokens, "n-gram drafts need at least 2 (the root included)")
+        corpus = _corpus(config, loaded)
+        beside = f" and {sum(map(len, corpus))} tokens of {Path(config.draft_model or '').name}" if corpus else ""
         return DraftPlan(
             "ngram",
             DecodeReserve.ngram(max_draft=count, overlap=overlap),
-            make=lambda bound: NgramDrafter(draft_tokens=count),
-            description=f"n-gram, up to {count} tokens",
+            make=lambda bound: NgramDrafter(draft_tokens=count, corpus=corpus),
+            description=f"n-gram, up to {count} tokens, from the request's own text{beside}",
         )
     if name == "scripted":
         return _scripted(config, loaded)
@@ -79,13 +82,27 @@ def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
         from octavo.spec.learned import algorithm_of
 
         return algorithm_of(config.draft_model)
-    from octavo.spec.learned import algorithm_of, shipped_draft, shipped_folders
+    from octavo.spec.learned import algorithm_of, one_may_ship_for, shipped_draft
 
-    if shipped_folders():  # the hash of the target is read only where a draft could match it
+    if one_may_ship_for(loaded.config):  # the target is hashed only where a draft could be for it
         shipped = shipped_draft(loaded.sha256)
         if shipped is not None:
             return algorithm_of(shipped)
     return "ngram"
+
+
+def _corpus(config: EngineConfig, loaded: LoadedModel) -> list[list[int]]:
+    """The shared text of n-gram drafts (`--draft-model FILE`): paragraphs, as the request's tokenizer reads them."""
+    if config.draft_model is None:
+        return []
+    try:
+        text = Path(config.draft_model).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        allowed = "for n-gram drafts a UTF-8 text file is allowed, whose paragraphs are looked up too"
+        raise ConfigError("draft_model", config.draft_model, f"{allowed} ({error})") from None
+    paragraphs = [part for part in text.split("\n\n") if part.strip()]
+    encoded = [loaded.tokenizer.encode(part, add_special_tokens=False) for part in paragraphs]
+    return [ids for ids in encoded if len(ids) > 1]
 
 
 def _scripted(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
@@ -118,12 +135,18 @@ def _custom(path: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError("draft", path, f"cannot be imported: {error}") from None
     count = SCRIPTED_DRAFT_TOKENS if config.draft_tokens is None else max(1, config.draft_tokens - 1)
-    drafter = cls(draft_tokens=count, vocab_size=loaded.config.vocab_size)
-    if not isinstance(drafter, Drafter):
-        raise ConfigError("draft", path, "the class does not have every attribute of octavo.spec.drafter.Drafter")
+    try:
+        drafter = cls(draft_tokens=count, vocab_size=loaded.config.vocab_size)
+    except TypeError as error:  # another signature, or one of the four methods is missing
+        allowed = "a class that can be made as Class(draft_tokens=…, vocab_size=…), like examples/drafter.py"
+        raise ConfigError("draft", path, f"{allowed} ({error})") from None
+    names = (*Drafter.__annotations__, "begin", "propose", "observe", "end")
+    missing = ", ".join(name for name in names if not hasattr(drafter, name))
+    if missing:
+        raise ConfigError("draft", path, f"an octavo.spec.drafter.Drafter is needed; it lacks {missing}")
     lag = drafter.commit_lag_tokens if config.overlap_on else 0
     return DraftPlan(
         path,

@@ -57,7 +57,6 @@ class DFlashDrafter:
         self.commit_lag_tokens = config.block_size
         self.kv_layers = config.num_layers
         self.taps = config.taps
-        self.max_position_tokens = config.context_tokens
         self.limit = PositionLimit(config.context_tokens)
         layers = kv_layers_behind(target.network, config.num_layers, config.windows)
         self.network = DFlashNetwork(weights, target, layers)
@@ -88,7 +87,7 @@ class DFlashDrafter:
         self.network.write(observe_meta(observation), observation.kv, observation.features)
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        limits = self.limit.cut(batch.host_rows, batch.host_limits)
+        limits = self.limit.cut(batch)
         columns = min(batch.draft_tokens, self.max_draft_tokens, max(limits, default=0))
         lengths = tuple(min(columns, limit) for limit in limits)
         b, size, device = len(limits), self.block_size, batch.rows.device

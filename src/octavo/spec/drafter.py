@@ -13,6 +13,7 @@ unless `needs_host_tokens` is set: such rows are settled before they are planned
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -39,9 +40,10 @@ class ProposeBatch:
     seq_lens     [b] int64 KV slots committed as the device knows it = position of `last_tokens`
     last_tokens  [b] int64 newest token of each row; it has no KV yet and is the root of the draft
     draft_tokens host: how many tokens to draft this step (adaptive, 0 … max_draft_tokens); uniform over rows
-    host_limits  host: per-row upper bound of drafted tokens (context, max_tokens, drafter limit)
+    host_limits  host: per-row upper bound of drafted tokens (context, max_tokens)
     host_tokens  host: full token lists (prompt + output); None unless `needs_host_tokens`
     max_kv_tokens host upper bound of any slot read or written, plus one
+    host_lens    host: tokens of each row as far as known (the newest included); () if nobody counts
     """
 
     rows: torch.Tensor
@@ -53,6 +55,7 @@ class ProposeBatch:
     host_tokens: tuple[list[int], ...] | None
     kv: KVView
     max_kv_tokens: int
+    host_lens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Observation:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """One drafting algorithm, bound to one target."""
+    """One drafting algorithm, bound to one target. A class without all four methods cannot be instantiated."""
 
     name: str
     max_draft_tokens: int  # drafted columns at most (N - 1)
@@ -114,10 +117,14 @@ class Drafter(Protocol):
     key_mode: str  # "token" | "pair": how the prefix cache is keyed
     taps: tuple[int, ...]  # indices into the target's hidden-state list HF (0 = embeddings)
 
+    @abstractmethod
     def begin(self, request: DraftRequest) -> None: ...
 
+    @abstractmethod
     def propose(self, batch: ProposeBatch) -> Draft: ...
 
+    @abstractmethod
     def observe(self, observation: Observation) -> None: ...
 
+    @abstractmethod
     def end(self, row: int) -> None: ...

@@ -73,7 +73,6 @@ class EagleDrafter:
         self.footprint_tokens = max(steps * top_k, nodes)
         self.commit_lag_tokens = nodes if top_k == 1 else min(steps + 1, nodes)
         self.taps = config.taps
-        self.max_position_tokens = config.context_tokens
         self.limit = PositionLimit(config.context_tokens)
         self.network = EagleNetwork(weights, target, kv_layers_behind(target.network, 1, (None,))[0])
         self._state = torch.zeros(max_rows, config.layer.hidden_size, dtype=target.dtype, device=target.device)
@@ -123,7 +122,7 @@ class EagleDrafter:
     # -- propose -----------------------------------------------------------------------------------------------------
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        limits = self.limit.cut(batch.host_rows, batch.host_limits)
+        limits = self.limit.cut(batch)
         if self.top_k == 1:
             return self._chain(batch, limits)
         return self._tree(batch, limits)

@@ -10,7 +10,7 @@ import torch
 
 from octavo.errors import ConfigError, ModelError
 from octavo.kv.sizing import DecodeReserve
-from octavo.model.config import RopeConfig
+from octavo.model.config import ModelConfig, RopeConfig
 from octavo.model.rope import rope_tables
 from octavo.ops.weights import Kind, Matrix, read_matrix
 from octavo.spec import draft_config
@@ -44,6 +44,15 @@ def shipped_folders() -> list[Path]:
     package = Path(__file__).resolve().parent.parent
     roots = [package / "drafts", package.parent.parent / "drafts"]
     return sorted(folder.parent for root in roots if root.is_dir() for folder in root.glob("*/config.json"))
+
+
+def one_may_ship_for(target: ModelConfig) -> bool:
+    """Whether a shipped draft has the target's shape. Its hash decides, and costs reading the whole file."""
+    for folder in shipped_folders():
+        data = json.loads((folder / "config.json").read_text())
+        if (data.get("hidden_size"), data.get("vocab_size")) == (target.hidden_size, target.vocab_size):
+            return True
+    return False
 
 
 def shipped_draft(target_sha256: str | None, algorithm: str | None = None) -> Path | None:

@@ -7,7 +7,7 @@ import torch
 
 from octavo.backend.relay import upload
 from octavo.ops.meta import StepMeta
-from octavo.spec.drafter import DraftRequest, Observation
+from octavo.spec.drafter import DraftRequest, Observation, ProposeBatch
 
 
 def observe_meta(observation: Observation) -> StepMeta:
@@ -43,27 +43,38 @@ def bit_table(device: torch.device) -> torch.Tensor:
     return upload([1 << i if i < 63 else -(1 << 63) for i in range(64)], device)
 
 
-class PositionLimit:
-    """A draft's own position limit: rows whose prompt is past it are not drafted, and are counted.
+def past_draft_limit(drafter: object) -> int:
+    """Requests that went past the drafter's own position limit and were no longer drafted."""
+    limit = getattr(drafter, "limit", None)
+    return limit.beyond if isinstance(limit, PositionLimit) else 0
 
-    Rows that grow past it later are cut by the engine through `host_limits` (`max_position_tokens`).
-    """
+
+class PositionLimit:
+    """A draft's own position limit: drafts stop there, and `beyond` counts the requests that got so far."""
 
     def __init__(self, max_tokens: int | None) -> None:
         self.max_tokens = max_tokens
         self.beyond = 0
-        self._rows: set[int] = set()
+        self._begun_tokens: dict[int, int] = {}
+        self._counted: set[int] = set()
 
     def begin(self, request: DraftRequest) -> None:
-        self._rows.discard(request.row)
-        if self.max_tokens is not None and len(request.prompt_token_ids) >= self.max_tokens:
-            self._rows.add(request.row)
-            self.beyond += 1
+        self._begun_tokens[request.row] = len(request.prompt_token_ids)
+        self._counted.discard(request.row)
 
     def end(self, row: int) -> None:
-        self._rows.discard(row)
+        self._begun_tokens.pop(row, None)
 
-    def cut(self, rows: tuple[int, ...], limits: tuple[int, ...]) -> tuple[int, ...]:
-        if not self._rows:
-            return limits
-        return tuple(0 if row in self._rows else limit for row, limit in zip(rows, limits, strict=True))
+    def cut(self, batch: ProposeBatch) -> tuple[int, ...]:
+        """The batch's limits, shortened to what fits below the draft's own."""
+        if self.max_tokens is None:
+            return batch.host_limits
+        known = batch.host_lens or (0,) * len(batch.host_rows)
+        limits = []
+        for row, limit, tokens in zip(batch.host_rows, batch.host_limits, known, strict=True):
+            room = self.max_tokens - max(tokens, self._begun_tokens.get(row, 0))
+            if room <= 0 and row not in self._counted:
+                self._counted.add(row)
+                self.beyond += 1
+            limits.append(max(0, min(limit, room)))
+        return tuple(limits)

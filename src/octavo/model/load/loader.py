@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -29,6 +30,7 @@ class LoadedModel:
     path: Path  # the .gguf file or the folder
     format: str  # one line for the start-up print: "GGUF Q4_1"
     weight_bytes: int  # as stored
+    weight_files: tuple[Path, ...] = ()  # all parts or shards, in order
 
     @property
     def chat_template(self) -> str | None:
@@ -36,8 +38,14 @@ class LoadedModel:
 
     @cached_property
     def sha256(self) -> str | None:
-        """Hash of a single-file checkpoint; None for a folder. Reads the whole file, once."""
-        return file_sha256(self.path) if self.path.is_file() else None
+        """Hash of the file that holds the weights, or of the hashes of several. Reads them whole, once.
+
+        A draft names the target it is for by it. None for a model that is in no file.
+        """
+        hashes = [file_sha256(path) for path in self.weight_files]
+        if len(hashes) < 2:
+            return hashes[0] if hashes else None
+        return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def load_model(
@@ -136,7 +144,9 @@ def _load_folder(folder: Path, name: str) -> LoadedModel:
     tokenizer = folder_tokenizer(folder, source.config)
     _check_vocabulary(tokenizer, source.config, folder / "tokenizer.json")
     config = replace(source.config, eos_token_ids=tuple(sorted(tokenizer.eos_ids)))
-    return LoadedModel(config, source, tokenizer, name, folder, f"safetensors {_main_kind(source)}", source.nbytes())
+    return LoadedModel(
+        config, source, tokenizer, name, folder, f"safetensors {_main_kind(source)}", source.nbytes(), source.paths()
+    )
 
 
 def _load_gguf(path: Path, name: str, cache: Path) -> LoadedModel:
@@ -147,7 +157,9 @@ def _load_gguf(path: Path, name: str, cache: Path) -> LoadedModel:
     tokenizer = gguf_tokenizer(source.files[0], cache)
     _check_vocabulary(tokenizer, source.config, source.path)
     config = replace(source.config, eos_token_ids=tuple(sorted(tokenizer.eos_ids)))
-    return LoadedModel(config, source, tokenizer, name, source.path, f"GGUF {_main_kind(source)}", source.nbytes())
+    files = tuple(file.path for file in source.files)
+    kind = f"GGUF {_main_kind(source)}"
+    return LoadedModel(config, source, tokenizer, name, source.path, kind, source.nbytes(), files)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, path: Path) -> None:

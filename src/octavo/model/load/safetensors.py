@@ -142,6 +142,10 @@ class SafetensorsSource:
         self._entry(name)
         return None
 
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold the weights, by name."""
+        return tuple(sorted({entry.file.path for entry in self._found.values()}))
+
     def tensor(self, name: str) -> torch.Tensor:
         import torch
 
