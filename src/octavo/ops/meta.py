@@ -81,7 +81,8 @@ class SparseView:
     slots       [slots + 1, sparse_layers, 2, kv_heads, page_size, head_dim]; the last one is spare
     host        [host_pages + 1, all layers, 2, kv_heads, page_size, head_dim]; the last one is spare. Indexed like a
                 device tensor: on CUDA a device-addressable view of pinned memory, on a CPU memory or a mapped file
-    bounds      float32 [host_pages + 1, sparse_layers, 2, kv_heads, head_dim]: a selector's sums of complete pages
+    bounds      float32 [sparse_layers, host_pages + 1, 2, kv_heads, head_dim]: a selector's sums of complete pages,
+                layer by layer because a step reads one layer's of all pages of a row
     row_slots   int32 [max_rows, device_pages] slots of a row, -1 none
     host_table  int32 [max_rows, width_pages] host page of a column (page of a row), -1 none
     slot_map    int32 [sparse_layers, max_rows, width_pages] place (0 … device_pages - 1) of a column, -1 none

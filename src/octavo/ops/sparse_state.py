@@ -42,7 +42,7 @@ def new_sparse_view(
     return SparseView(
         slots=torch.zeros(slots + 1, sparse_layers, 2, kv_heads, page_size, head_dim, dtype=host.dtype, device=device),
         host=host,
-        bounds=torch.zeros(pages, sparse_layers, 2, kv_heads, head_dim, dtype=torch.float32, device=device),
+        bounds=torch.zeros(sparse_layers, pages, 2, kv_heads, head_dim, dtype=torch.float32, device=device),
         row_slots=state(max_rows, device_pages),
         host_table=state(max_rows, width_pages),
         slot_map=state(sparse_layers, max_rows, width_pages),
@@ -132,7 +132,7 @@ def summarise_host_pages(view: SparseView, pages: torch.Tensor) -> None:
 
     selector = selector_of(view)
     for layer, host_layer in enumerate(view.host_layers):
-        view.bounds[pages, layer] = selector.summarise(layer, view.host[pages, host_layer, 0])
+        view.bounds[layer, pages] = selector.summarise(layer, view.host[pages, host_layer, 0])
 
 
 def _sparse(kv: KVView) -> SparseView:

@@ -152,7 +152,7 @@ class SparseStep:
         size = max(1, SCORE_BUDGET // (4 * pages.width * kv_heads * head_dim))
         scores = []
         for lo in range(0, q.shape[0], size):
-            summaries = view.bounds[:, layer][source[sequence[lo : lo + size]]]
+            summaries = view.bounds[layer][source[sequence[lo : lo + size]]]
             scores.append(selector.score(layer, queries[lo : lo + size], summaries))
         return pages.always | best(torch.cat(scores), pages.candidates, view.topk_pages)
 
