@@ -137,6 +137,51 @@ class EngineConfig:
         group="memory",
     )
 
+    hisparse: bool = option(
+        False,
+        switch(),
+        "keep whole KV in a host tier; decode steps of long requests attend to selected pages (docs/hisparse.md)",
+        group="tiers",
+    )
+    device_pages: int | None = option(
+        None,
+        integer(1, optional=True),
+        "device buffer of a request; what fits it is attended to as without --hisparse",
+        group="tiers",
+        metavar="PAGES",
+        shown_default="enough for the selected pages of a step's rows",
+    )
+    topk_pages: int = option(32, integer(1), "pages a query of a long request selects", group="tiers", metavar="PAGES")
+    recent_tokens: int = option(
+        64,
+        integer(1),
+        "newest positions that always count; at least the reserve of the draft in use",
+        group="tiers",
+        metavar="TOKENS",
+    )
+    host_memory: int | None = option(
+        None,
+        size(optional=True),
+        "size of the host tier: memory, or the file of --host-tier-path",
+        group="tiers",
+        shown_default="half of what is available after the weights, at most what --max-running requests can use",
+    )
+    host_tier_path: str | None = option(
+        None,
+        text("a file that is made anew and may be overwritten", metavar="FILE", optional=True),
+        "keep the host tier in this file, mapped into memory, instead of in memory",
+        group="tiers",
+    )
+    page_selector: str = option(
+        "bounds",
+        choice("bounds", also="module:Class", accept=class_path),
+        "what scores pages: bounds of their keys, or a class of yours (docs/hisparse.md)",
+        group="tiers",
+    )
+    sparse_dense_layers: int = option(
+        2, integer(0), "first layers of the model that attend to everything", group="tiers", metavar="LAYERS"
+    )
+
     max_running: int = option(32, integer(1, 65536), "requests that decode together", group="schedule")
     max_batched_tokens: int = option(
         512,
@@ -265,6 +310,12 @@ class EngineConfig:
             raise ConfigError(
                 "prefill_chunk", self.prefill_chunk, f"allowed: at most max_batched_tokens ({self.max_batched_tokens})"
             )
+
+        for name in ("device_pages", "host_memory", "host_tier_path"):
+            if getattr(self, name) is not None and not self.hisparse:
+                raise ConfigError(name, getattr(self, name), "allowed with --hisparse only")
+        if self.hisparse and self.role == "prefill":
+            raise ConfigError("hisparse", True, "allowed with --role both and decode: prefill is dense, its KV leaves")
 
     @classmethod
     def options(cls) -> dict[str, Option]:

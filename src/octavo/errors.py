@@ -11,6 +11,7 @@
 │   └── `QueueFull`        try again later (HTTP 429)
 ├── `GrammarError`         a constrained answer cannot go on (a limit of the grammar engine)
 ├── `OutOfPages`           a pool cannot give what a plan needs now; the scheduler answers it, users never see it
+├── `HostTierLost`         the file of the host tier was removed or cut: requests whose pages it held end (HTTP 500)
 ├── `HandoverFailed`   the other half of a prefill/decode pair failed this request (HTTP 502)
 │   └── `HandoverTimeout`  it took too long (HTTP 504)
 ├── `EngineDead`           the engine process or loop is gone (HTTP 503)
@@ -103,6 +104,16 @@ class OutOfPages(OctavoError):
     def __init__(self, pool: str, needed_pages: int, available_pages: int) -> None:
         self.pool, self.needed_pages, self.available_pages = pool, needed_pages, available_pages
         super().__init__(f"{pool} pool: {needed_pages} pages needed, {available_pages} available")
+
+
+class HostTierLost(OctavoError):
+    """The file of the host tier was removed or cut short. `intact_pages` pages from the first on can be read."""
+
+    code = "host_tier_lost"
+
+    def __init__(self, message: str, *, intact_pages: int) -> None:
+        self.intact_pages = intact_pages
+        super().__init__(message)
 
 
 class EngineDead(OctavoError):

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from octavo.kv.tiers import Tiers
+from octavo.ops.meta import SparseView
+from octavo.ops.sparse_state import open_rows
+
 
 def upload(values: np.ndarray | list[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Host numbers to the device without waiting for it (pinned staging on CUDA)."""
@@ -51,3 +55,30 @@ class TableProjection:
         table.index_put_(
             (upload(rows, device), upload(cols, device)), upload(pages, device, torch.int32), accumulate=False
         )
+
+
+class TierProjection:
+    """The device copies of what the books say about tiers: host pages of columns, slots of rows, backup frontiers."""
+
+    def __init__(self, view: SparseView, tiers: Tiers) -> None:
+        self._view, self._tiers = view, tiers
+
+    def apply(self, rows: np.ndarray, cols: np.ndarray, pages: np.ndarray) -> None:
+        """Cells of the full table have changed: so may their host pages have."""
+        if len(rows) == 0:
+            return
+        table = self._view.host_table
+        device = table.device
+        host = upload(self._tiers.pool.host_pages_of(pages), device, torch.int32)
+        table.index_put_((upload(rows, device), upload(cols, device)), host, accumulate=False)
+
+    def apply_rows(self) -> None:
+        """Rows that opened or closed start anew; slots and frontiers of rows that changed."""
+        renewed, dirty = self._tiers.take_row_updates()
+        device = self._view.host_table.device
+        if len(renewed):
+            open_rows(self._view, upload(renewed, device))
+        if len(dirty):
+            at = upload(dirty, device)
+            self._view.row_slots.index_copy_(0, at, upload(self._tiers.row_slots[dirty], device, torch.int32))
+            self._view.backed.index_copy_(0, at, upload(self._tiers.backed[dirty], device, torch.int32))

@@ -17,7 +17,7 @@ import torch
 
 from octavo.backend.masks import draft_masks, first_masks, to_device
 from octavo.backend.prompt_logprobs import prompt_logprobs
-from octavo.backend.relay import Relay, TableProjection, upload
+from octavo.backend.relay import Relay, TableProjection, TierProjection, upload
 from octavo.backend.results import StepHandle
 from octavo.backend.sampler import Sampler
 from octavo.engine.request import Request
@@ -78,6 +78,7 @@ class Runner:
         if kv.swa_table is not None:
             tables["swa"] = kv.swa_table
         self._projection = TableProjection(tables)
+        self._tiers = None if kv.sparse is None or ledger.tiers is None else TierProjection(kv.sparse, ledger.tiers)
         self._last_batch: tuple[tuple[int, ...], torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None
         self._taps = drafter.taps if drafter is not None else ()
         self._pools = tuple(name for name in ("full", "swa") if getattr(kv, name) is not None)
@@ -110,8 +111,7 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run the plan; returns at once on an asynchronous device."""
-        for pool in self._projection.tables:
-            self._projection.apply(pool, *self._ledger.take_table_updates(pool))
+        self.project()
         handle = StepHandle(plan)
         draft = self._propose(plan)
         if draft is None and not plan.prefills:
@@ -126,6 +126,16 @@ class Runner:
             self._forward(handle, plan.decodes, plan.prefills, draft, plan.max_kv_tokens)
         handle.send(self.device)
         return handle
+
+    def project(self) -> None:
+        """Bring the device copies of the books up to date: tables, and with a host tier slots and backup frontiers."""
+        for pool in self._projection.tables:
+            updates = self._ledger.take_table_updates(pool)
+            self._projection.apply(pool, *updates)
+            if pool == "full" and self._tiers is not None:
+                self._tiers.apply(*updates)
+        if self._tiers is not None:
+            self._tiers.apply_rows()
 
     def _propose(self, plan: StepPlan) -> Draft | None:
         if self.drafter is None or not plan.decodes or plan.draft_tokens == 0:
@@ -189,6 +199,7 @@ class Runner:
             mask=None,
             q_indptr=q_indptr,
             max_kv_tokens=plan.max_kv_tokens,
+            num_decodes=len(host_rows),
         )
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         flat = Flat(1, (0,) * len(host_rows), None)
@@ -264,6 +275,7 @@ class Runner:
             mask=mask,
             q_indptr=tuple(indptr.tolist()),
             max_kv_tokens=max_kv_tokens,
+            num_decodes=len(decodes),
         )
 
     # -- decode rows ---------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ EXTRA_OF = {
 GROUP_TITLES = {
     "model": "model",
     "memory": "KV memory",
+    "tiers": "KV tiers (HiSparse)",
     "schedule": "scheduling and threads",
     "draft": "drafts",
     "disagg": "prefill and decode on different servers",

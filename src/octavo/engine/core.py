@@ -25,7 +25,15 @@ from octavo.engine.output import Delta, OutputProcessor, TokenLogprob
 from octavo.engine.request import ChoiceOutput, EngineRequest, Request, State
 from octavo.engine.setup import Parts, build
 from octavo.engine.stats import EngineStats, StatsKeeper
-from octavo.errors import ContextLengthExceeded, GrammarError, LawViolation, OctavoError, QueueFull, RequestError
+from octavo.errors import (
+    ContextLengthExceeded,
+    GrammarError,
+    HostTierLost,
+    LawViolation,
+    OctavoError,
+    QueueFull,
+    RequestError,
+)
 from octavo.kv.balance import check as check_books
 from octavo.ops.random_bits import request_seed
 from octavo.sched.batch import StepPlan
@@ -55,7 +63,7 @@ class EngineCore:
             SchedulerConfig(
                 max_running=config.max_running,
                 max_batched_tokens=config.max_batched_tokens,
-                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                prefill_chunk_tokens=parts.chunk_tokens or config.prefill_chunk_tokens,
                 context_tokens=parts.max_model_len,
                 reserve=parts.reserve,
                 settle_first=parts.drafter is not None and parts.drafter.needs_host_tokens,
@@ -71,6 +79,9 @@ class EngineCore:
         self._settled_s: float | None = None  # when the last decode step was settled
         self._stats = StatsKeeper()
         self._outputs = OutputProcessor(parts.tokenizer, parts.tokenizer.eos_ids)
+        self.tiers = parts.tiers
+        if self.tiers is not None:
+            self.scheduler.keep, self.scheduler.revive = self._keep, self._revive
         self._stalled = False  # nothing moves before a message, a transfer or a call comes in
         self.side: Any = None
         if side is None and config.role != "both":
@@ -163,6 +174,8 @@ class EngineCore:
         """One iteration; returns what became known: text, tokens, ends. [] when there is nothing to do."""
         if self.side is not None:
             self.side.poll()
+        if self.tiers is not None:
+            self.tiers.check(self._everybody(), self.fail)
         plan = self._plan()
         handle = self._launch(plan) if plan is not None else None
         if self._overlap:
@@ -190,10 +203,13 @@ class EngineCore:
     def _draft_tokens(self) -> int:
         if self.parts.drafter is None:
             return 0
-        if self._adaptive is None:
-            return self.parts.drafter.max_draft_tokens
-        decoding = sum(1 for r in self.scheduler.running if r.state is State.DECODE)
-        return self._adaptive.choose(decoding)
+        decoding = [r for r in self.scheduler.running if r.state is State.DECODE]
+        most = self.parts.drafter.max_draft_tokens
+        drafts = most if self._adaptive is None else self._adaptive.choose(len(decoding))
+        if self.tiers is not None:
+            longest = max((len(r.tokens) for r in decoding), default=0)
+            drafts = min(drafts, self.tiers.draft_limit(longest + self.parts.reserve.tokens))
+        return drafts
 
     def _launch(self, plan: StepPlan) -> StepHandle:
         for request in self.scheduler.take_started():
@@ -230,6 +246,7 @@ class EngineCore:
         limit = self.max_model_len
         applied = self.ledger.commit(plan.rows, plan.generations, np.minimum(lengths, limit))
         self.ledger.end_op(handle.op)
+        self._back_up(plan.rows)
         self._measure(handle, result)
         for i, decode in enumerate(plan.decodes):
             request = decode.request
@@ -256,6 +273,36 @@ class EngineCore:
                     self._first_token(request, token, logprobs, now)
             first += int(chunk.final)
         self.ledger.evict(np.array([r.row for r in self.scheduler.running], dtype=np.int64))
+
+    # -- the host tier (HiSparse) ----------------------------------------------------------------------------------
+
+    def _everybody(self) -> list[Request]:
+        return [request for choices in self._requests.values() for request in choices]
+
+    def _back_up(self, rows: np.ndarray) -> None:
+        """Bring what has become final into the host tier; what it can no longer hold ends with an error."""
+        if self.tiers is None:
+            return
+        try:
+            self.tiers.back_up(rows)
+        except HostTierLost as lost:
+            self.tiers.mend(lost, self._everybody(), self.fail)
+            self._back_up(rows)
+
+    def _keep(self, request: Request) -> None:
+        """Retract a decoding request: its KV stays in the host tier."""
+        if self.tiers is None:
+            return
+        try:
+            request.kept = self.tiers.retract(request)
+        except HostTierLost as lost:
+            self.tiers.mend(lost, self._everybody(), self.fail)
+            if request.state is not State.FINISHED:
+                self._keep(request)
+
+    def _revive(self, request: Request) -> None:
+        if self.tiers is not None and request.kept is not None:
+            self.tiers.resume(request, request.kept)
 
     def _logprobs(self, request: Request, result: StepResult, index: int) -> list[TokenLogprob] | None:
         nodes = None if result.nodes is None else result.nodes[index]
@@ -332,6 +379,9 @@ class EngineCore:
             self.ledger.release(row, request.tokens if publish and request.namespace is None else None)
             if request.state is not State.TRANSFER:
                 self.runner.end(row)
+        elif request.kept is not None and self.tiers is not None:
+            self.tiers.drop(request.kept)
+            request.kept = None
         request.finish_reason = reason
         request.detach(State.FINISHED)
         choices = self._requests[request.call_id]
@@ -433,6 +483,8 @@ class EngineCore:
         held = self.ledger.live_rows()
         if len(held):
             raise LawViolation(5, "rows are still held at rest", row=int(held[0]), rows=held.tolist())
+        if self.tiers is not None:
+            self.tiers.close()
         if self.parts.trace is not None:
             self.parts.trace.close()
 

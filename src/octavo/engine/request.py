@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from octavo.engine.grammar import Matcher
 from octavo.engine.output import PromptLogprobs, RequestMetrics, RequestOutputState, TokenLogprob
 from octavo.errors import OctavoError
 from octavo.params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.tiers import Kept
 
 
 class State(Enum):
@@ -100,6 +104,7 @@ class Request:
         "grammar",
         "inflight_outputs",
         "inflight_steps",
+        "kept",
         "launched_tokens",
         "max_tokens",
         "namespace",
@@ -144,6 +149,7 @@ class Request:
         self.output: RequestOutputState  # set by the core
         self.grammar: Matcher | None = None
         self.namespace: str | None = None
+        self.kept: Kept | None = None  # retracted into the host tier: what it left there
         self.prompt_logprobs: PromptLogprobs | None = None  # of the first tokens of the prompt; None when handed out
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 
 from octavo import hardware
+from octavo.backend.host_tier import TierMover
 from octavo.backend.runner import Runner
 from octavo.backend.sampler import Sampler
 from octavo.config import EngineConfig
 from octavo.engine.grammar import GrammarCompiler
+from octavo.engine.setup_tiers import TierPlan, make_tiers, plan_tiers, tier_line
+from octavo.engine.tiers import TierControl
 from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger, LedgerConfig
 from octavo.kv.policy import load_policy
 from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
 from octavo.model.load.loader import LoadedModel, load_model
 from octavo.model.registry import build_network, kv_page_bytes, make_kv
+from octavo.ops import native
 from octavo.options import format_size
 from octavo.spec.adaptive import AdaptiveLength
 from octavo.spec.choose import Bound, DraftPlan, plan_draft
@@ -44,6 +48,8 @@ class Parts:
     startup_lines: list[str] = field(default_factory=list)
     trace: Any = None
     info: dict[str, Any] = field(default_factory=dict)
+    chunk_tokens: int | None = None  # longest prompt chunk; None: the configuration's
+    tiers: TierControl | None = None
 
 
 def build(
@@ -68,18 +74,27 @@ def build(
         )
     draft = plan_draft(config, loaded) if draft is None else draft
     kv_dtype = _kv_dtype(config)
-    full_bytes, swa_bytes = kv_page_bytes(loaded.config, config.page_size, kv_dtype, draft.kv_layers)
-    sizes, max_model_len = size_pools(config, loaded, draft.reserve, full_bytes, swa_bytes)
+    dense_layers = config.sparse_dense_layers if config.hisparse else None
+    full_bytes, swa_bytes = kv_page_bytes(loaded.config, config.page_size, kv_dtype, draft.kv_layers, dense_layers)
+    plan: TierPlan | None = None
+    if config.hisparse:
+        plan = plan_tiers(config, loaded, draft.reserve, kv_dtype, draft.kv_layers, (full_bytes, swa_bytes))
+        sizes, max_model_len = plan.sizes, plan.max_model_len
+    else:
+        sizes, max_model_len = size_pools(config, loaded, draft.reserve, full_bytes, swa_bytes)
+    chunk_tokens = config.prefill_chunk_tokens if plan is None else plan.chunk_tokens
     network = build_network(
         loaded,
         dtype=DTYPES[config.compute_dtype],
         quantization=config.quantization,
         device=device,
+        use_native=plan is None or (config.page_selector == "bounds" and _sparse_native()),
         draft_kv_layers=draft.kv_layers,
         page_size=config.page_size,
         kv_dtype=kv_dtype,
         max_positions=max_model_len + draft.reserve.tokens,
         threads=config.num_threads,
+        sparse_dense_layers=dense_layers,
     )
     if network.kernels.startswith("native"):
         torch.set_num_threads(1)  # the compiled operations have threads of their own; two pools would fight
@@ -96,13 +111,19 @@ def build(
             largest_reserve_tokens=draft.reserve.tokens,
             key_mode=draft.key_mode,
             prefix_cache=config.prefix_cache,
-            chunk_tokens=config.prefill_chunk_tokens,
+            chunk_tokens=chunk_tokens,
             overlap=config.overlap_on,
+            tiers=None if plan is None else plan.config,
         ),
         evict_policy=None if config.evict_policy == "lru" else load_policy(config.evict_policy),
         trace=trace,
     )
-    kv = make_kv(network, sizes, max_rows=max_rows, width_pages=ledger.width_pages, device=device)
+    tier, sparse = None, None
+    if plan is not None:
+        tier, sparse = make_tiers(
+            config, plan, network, draft.reserve, max_rows=max_rows, width_pages=ledger.width_pages, device=device
+        )
+    kv = make_kv(network, sizes, max_rows=max_rows, width_pages=ledger.width_pages, device=device, sparse=sparse)
     drafter = draft.make(Bound(network, max_rows, max_model_len + draft.reserve.tokens, device))
     sampler = Sampler(network, max_rows, max_model_len, loaded.config.vocab_size, device)
     runner = Runner(network, kv, sampler, drafter, ledger, device=device, context_tokens=max_model_len)
@@ -117,10 +138,23 @@ def build(
         drafter=drafter,
         adaptive=_adaptive(config, drafter),
         grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
-        startup_lines=_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
+        startup_lines=[
+            *_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
+            *([] if plan is None else [tier_line(config, plan)]),
+        ],
         trace=trace,
         info=_info(config, loaded, network),
+        chunk_tokens=chunk_tokens,
+        tiers=None if tier is None or plan is None else TierControl(
+            ledger, runner, TierMover(tier, kv, device), plan.max_draft_tokens
+        ),
     )
+
+
+def _sparse_native() -> bool:
+    """Whether the compiled operations know sparse layers; else they run in torch."""
+    supports = getattr(native, "supports_sparse", None)
+    return supports is not None and bool(supports())
 
 
 def _info(config: EngineConfig, loaded: LoadedModel, network: Any) -> dict[str, Any]:

@@ -124,6 +124,8 @@ class LedgerBase:
         """Pages a plan could get now: free ones and unlocked cached ones. Of this pool only."""
         if pool == "full":
             return self.full_pool.spare + self.tree.evictable_full
+        if pool == "logical":  # full pages for KV whose host pages are there already
+            return self.full_pool.free + self.tree.evictable_full
         if self.tiers is not None and pool == "host":
             return self.tiers.pool.host.free + self.tree.evictable_full
         if self.tiers is not None and pool == "slots":

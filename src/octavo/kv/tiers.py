@@ -62,17 +62,18 @@ def always_pages(recent_tokens: int, footprint_tokens: int, page_size: int) -> i
     return 2 + ceil_pages(recent_tokens + footprint_tokens - 1, page_size)
 
 
-def max_verify_rows(
-    device_pages: int, topk_pages: int, recent_tokens: int, footprint_tokens: int, page_size: int
-) -> int:
-    """Most query rows of one sequence whose union of pages is sure to fit its buffer: m·topk + always <= device_pages.
-    0: not even a plain decode row fits."""
-    return max(0, (device_pages - always_pages(recent_tokens, footprint_tokens, page_size)) // topk_pages)
-
-
 def least_device_pages(topk_pages: int, recent_tokens: int, page_size: int, rows: int = 1) -> int:
-    """Smallest buffer that serves `rows` query rows of one sequence."""
+    """Smallest buffer that is sure to hold the union of pages of `rows` query rows of one sequence."""
     return rows * topk_pages + always_pages(recent_tokens, rows, page_size)
+
+
+def max_verify_rows(device_pages: int, topk_pages: int, recent_tokens: int, page_size: int) -> int:
+    """Most query rows of one sequence whose union is sure to fit its buffer: m·topk + always(m) <= device_pages.
+    0: not even a plain decode row fits."""
+    rows = max(0, (device_pages - always_pages(recent_tokens, 1, page_size)) // topk_pages)
+    while rows and least_device_pages(topk_pages, recent_tokens, page_size, rows) > device_pages:
+        rows -= 1
+    return rows
 
 
 def max_chunk_tokens(device_pages: int, recent_tokens: int, page_size: int, *, overlap: bool) -> int:

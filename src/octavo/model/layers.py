@@ -78,12 +78,17 @@ class WeightReader:
         return weight
 
 
-def place_layers(windows: Sequence[int | None]) -> tuple[KVLayer, ...]:
-    """Layers with a window live in pool "swa", the others in "full"; the index counts inside the pool."""
-    counts = {"full": 0, "swa": 0}
+def place_layers(windows: Sequence[int | None], dense_layers: int | None = None) -> tuple[KVLayer, ...]:
+    """Layers with a window live in pool "swa", the others in "full"; the index counts inside the pool.
+
+    dense_layers   with HiSparse: of the first so many layers those without a window stay in "full", the others without
+                   one live in "sparse"; None: no layer does
+    """
+    counts = {"full": 0, "swa": 0, "sparse": 0}
     places = []
-    for window in windows:
-        pool = "full" if window is None else "swa"
+    for layer, window in enumerate(windows):
+        sparse = dense_layers is not None and layer >= dense_layers
+        pool = "swa" if window is not None else "sparse" if sparse else "full"
         places.append(KVLayer(pool, counts[pool], window))
         counts[pool] += 1
     return tuple(places)

@@ -31,6 +31,9 @@ class Network:
 
     kv_layers               attention layer i -> pool and index in that pool's pages
     full_layers, swa_layers layers of the target in a page of each pool; drafts follow behind full_layers
+    sparse_layers           layers that HiSparse keeps in device slots and the host tier; 0 without
+    host_layers, dense_host_layers  layer inside a host page of each sparse layer, of each layer of the full pool
+                            (drafts included); a host page holds host_page_layers of them
     weight_bytes, formats, kernels  for the start-up print
     """
 
@@ -49,8 +52,14 @@ class Network:
     ) -> None:
         self.config, self.ops, self.kv_layers = config, ops, kv_layers
         self.swa_layers = sum(place.pool == "swa" for place in kv_layers)
-        self.full_layers = len(kv_layers) - self.swa_layers
+        self.sparse_layers = sum(place.pool == "sparse" for place in kv_layers)
+        self.full_layers = len(kv_layers) - self.swa_layers - self.sparse_layers
         self.draft_kv_layers, self.page_size = draft_kv_layers, page_size
+        whole = [place for place in kv_layers if place.pool != "swa"]  # model order, as in a full page without tiers
+        self.host_page_layers = len(whole) + draft_kv_layers
+        self.host_layers = tuple(i for i, place in enumerate(whole) if place.pool == "sparse")
+        dense = [i for i, place in enumerate(whole) if place.pool == "full"]
+        self.dense_host_layers = (*dense, *range(len(whole), self.host_page_layers))
         self.dtype, self.kv_dtype, self.device = reader.dtype, kv_dtype, reader.device
         self.kernels, self.max_positions = ops.name, max_positions
         self._embed = reader.table("model.embed_tokens.weight")

@@ -6,6 +6,7 @@ translate its configuration and tensor names (model/load).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,7 +21,7 @@ from octavo.model.layers import WeightReader, place_layers
 from octavo.model.llama import LlamaLayer
 from octavo.model.network import Network, build_ops
 from octavo.model.qwen import Qwen2Layer, Qwen3Layer
-from octavo.ops.meta import KVView
+from octavo.ops.meta import KVView, SparseView
 from octavo.ops.weights import Quantization, TensorSource
 
 
@@ -96,6 +97,7 @@ def build_network(
     kv_dtype: torch.dtype | None = None,
     max_positions: int | None = None,
     threads: int | None = None,
+    sparse_dense_layers: int | None = None,
 ) -> Network:
     """Read the weights and build a network. Native where it can run (CPU, compiled module there), else torch.
 
@@ -103,6 +105,7 @@ def build_network(
     kv_dtype       float32 or bfloat16; None: `dtype`
     max_positions  length of the rotation tables (longest request plus reserve); None: the model's context
     threads        of the native operations; None: all this process may use
+    sparse_dense_layers  with HiSparse: leading layers that stay dense; None: no layer is sparse
     Raises ModelError for an architecture that is not registered.
     """
     config, source = loaded if isinstance(loaded, tuple) else (loaded.config, loaded.tensors)
@@ -117,7 +120,7 @@ def build_network(
         ops,
         reader,
         architecture.layer,
-        place_layers(config.windows),
+        place_layers(config.windows, sparse_dense_layers),
         draft_kv_layers=draft_kv_layers,
         page_size=page_size,
         kv_dtype=kv_dtype or dtype,
@@ -125,12 +128,40 @@ def build_network(
     )
 
 
-def kv_page_bytes(config: ModelConfig, page_size: int, kv_dtype: torch.dtype, draft_layers: int = 0) -> tuple[int, int]:
+def kv_page_bytes(
+    config: ModelConfig,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    draft_layers: int = 0,
+    sparse_dense_layers: int | None = None,
+) -> tuple[int, int]:
     """Bytes of one page of the full pool (draft layers included) and of the sliding-window pool; 0 = no such pool."""
-    places = place_layers(config.windows)
-    sliding = sum(place.pool == "swa" for place in places)
-    layer_bytes = 2 * config.num_kv_heads * page_size * config.head_dim * kv_dtype.itemsize
-    return (len(places) - sliding + draft_layers) * layer_bytes, sliding * layer_bytes
+    pools = Counter(place.pool for place in place_layers(config.windows, sparse_dense_layers))
+    layer_bytes = _layer_bytes(config, page_size, kv_dtype)
+    return (pools["full"] + draft_layers) * layer_bytes, pools["swa"] * layer_bytes
+
+
+def _layer_bytes(config: ModelConfig, page_size: int, kv_dtype: torch.dtype) -> int:
+    return 2 * config.num_kv_heads * page_size * config.head_dim * kv_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """Bytes of a device slot, of a host page, and of a host page's bounds, which lie on the device."""
+
+    slot: int
+    host: int
+    bounds: int
+
+
+def tier_bytes(
+    config: ModelConfig, page_size: int, kv_dtype: torch.dtype, draft_layers: int, sparse_dense_layers: int
+) -> TierBytes:
+    """What HiSparse keeps for a page, where. `slot` 0: this model has no layer that could be sparse."""
+    pools = Counter(place.pool for place in place_layers(config.windows, sparse_dense_layers))
+    layer = _layer_bytes(config, page_size, kv_dtype)
+    bounds = pools["sparse"] * 2 * config.num_kv_heads * config.head_dim * 4
+    return TierBytes(pools["sparse"] * layer, (pools["sparse"] + pools["full"] + draft_layers) * layer, bounds)
 
 
 class Sizes(Protocol):
@@ -144,12 +175,18 @@ class Sizes(Protocol):
 
 
 def make_kv(
-    network: Network, sizes: Sizes, *, max_rows: int, width_pages: int, device: torch.device | str = "cpu"
+    network: Network,
+    sizes: Sizes,
+    *,
+    max_rows: int,
+    width_pages: int,
+    device: torch.device | str = "cpu",
+    sparse: SparseView | None = None,
 ) -> KVView:
     """Zeroed page pools and empty page tables (-1) of `max_rows` rows on `device`.
 
     Each pool has one page more than the ledger hands out: it is what table entry -1 leads to, so that a write
-    outside every plan could not reach a page somebody owns.
+    outside every plan could not reach a page somebody owns. `sparse`: the tiers of HiSparse, made before.
     """
     c = network.config
 
@@ -168,7 +205,7 @@ def make_kv(
 
     full = pool(sizes.full_pages, network.full_layers + network.draft_kv_layers)
     swa = pool(sizes.swa_pages, network.swa_layers)
-    return KVView(full, swa, table(), table() if swa is not None else None, network.page_size)
+    return KVView(full, swa, table(), table() if swa is not None else None, network.page_size, sparse)
 
 
-__all__ = ["ARCHITECTURES", "Architecture", "Network", "build_network", "kv_page_bytes", "make_kv"]
+__all__ = ["ARCHITECTURES", "Architecture", "Network", "build_network", "kv_page_bytes", "make_kv", "tier_bytes"]

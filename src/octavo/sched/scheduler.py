@@ -24,7 +24,8 @@ from octavo.engine.request import Request, State
 from octavo.errors import NeverFits, OctavoError, OutOfPages
 from octavo.kv.books import OutOfRows
 from octavo.kv.ledger import Ledger
-from octavo.kv.sizing import DecodeReserve
+from octavo.kv.pages import ceil_pages
+from octavo.kv.sizing import DecodeReserve, full_budget_pages
 from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
 
 
@@ -62,6 +63,9 @@ class Scheduler:
         self.running: list[Request] = []  # rows held, in order of admission
         self.parked: list[Request] = []  # rows held while their KV moves between servers: never planned
         self.busy_elsewhere: Callable[[], bool] = lambda: False  # rows or pages will come back without a step
+        self.keep: Callable[[Request], None] | None = None  # with a host tier: retract, KV stays there
+        self.revive: Callable[[Request], None] | None = None  # … and bring it back; raises OutOfRows, OutOfPages
+        self._revived = False  # a request came back while this step was planned
         self.preemptions = 0
         self._on_fail = on_fail
         self._on_leave = on_leave
@@ -108,6 +112,7 @@ class Scheduler:
 
         Raises SettleFirst when a step is in flight and its result is needed to find pages or rows.
         """
+        self._revived = False
         while True:
             decodes = self._decode_rows(draft_tokens)
             try:
@@ -123,6 +128,8 @@ class Scheduler:
         budget = self.config.max_batched_tokens - len(decodes) * (1 + draft)
         prefills = self._prefill_chunks(budget)
         if not decodes and not prefills:
+            if self._revived:
+                return self.plan(draft_tokens, inflight=inflight)
             return self._nothing_planned(draft_tokens, inflight)
         return StepPlan(tuple(decodes), tuple(prefills), draft, self._max_kv_tokens(decodes, prefills))
 
@@ -134,6 +141,8 @@ class Scheduler:
                 continue
             if request.inflight_steps and (self.config.settle_first or request.grammar is not None):
                 continue
+            if self.ledger.tiers is not None and self.ledger.known[request.row] > self.ledger.committed[request.row]:
+                continue  # its last chunk is in flight and not backed up: no room for selected pages beside it
             room = context - len(request.tokens) - request.inflight_outputs
             limit = max(0, min(draft_tokens, request.remaining_tokens - 1, room))
             rows.append(DecodeRow(request, request.row, request.generation, limit))
@@ -150,6 +159,10 @@ class Scheduler:
                 budget_tokens -= chunk.num_tokens
         while budget_tokens > 0 and self.waiting and len(self.running) + len(self.parked) < self.config.max_running:
             request = self.waiting[0]
+            if request.kept is not None:
+                if not self._revive(request):
+                    break
+                continue
             if not self._admit(request):
                 break
             chunk = self._next_chunk(request, budget_tokens)
@@ -182,7 +195,8 @@ class Scheduler:
             if self.running and pages + decoding > self.ledger.available(pool):
                 return False
         try:
-            admission = self.ledger.admit(request.tokens, namespace=request.namespace)
+            budget = self._budget_pages(request) if self.ledger.tiers is not None else 0
+            admission = self.ledger.admit(request.tokens, namespace=request.namespace, budget_pages=budget)
         except (OutOfRows, OutOfPages):
             return False
         self.waiting.pop(0)
@@ -191,6 +205,30 @@ class Scheduler:
             request.scheduled_s = time.monotonic()
         self.running.append(request)
         self._started.append(request)
+        return True
+
+    def _budget_pages(self, request: Request) -> int:
+        """Host pages that the request may come to hold: they are promised to it, for KV is never computed twice."""
+        reserve, p = self.config.reserve.tokens, self.ledger.page_size
+        return full_budget_pages(request.prompt_tokens, request.max_tokens, self.config.context_tokens, reserve, p)
+
+    def _revive(self, request: Request) -> bool:
+        """Bring a retracted request's KV back if there is room for it and a page of growth for everybody."""
+        decoding = sum(1 for r in self.running if r.state is State.DECODE)
+        reserve = ceil_pages(self.config.reserve.tokens, self.ledger.page_size) + 1
+        if self.running and request.kept is not None:
+            need = len(request.kept.ticket.host) + reserve + decoding
+            if need > self.ledger.available("logical"):
+                return False
+        try:
+            if self.revive is not None:
+                self.revive(request)
+        except (OutOfRows, OutOfPages):
+            return False
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self.running.append(request)
+            self._revived = True
         return True
 
     def _prefilling(self) -> list[tuple[int, int]]:
@@ -215,6 +253,9 @@ class Scheduler:
         if stuck:
             self._retract_one(OutOfPages("full", 1, self.ledger.available("full")))
             return self.plan(draft_tokens, inflight=False)
+        kept = next((r for r in self.waiting if r.kept is not None), None)
+        if kept is not None and not self.running and self._revive(kept):
+            return self.plan(draft_tokens, inflight=False)  # it holds the host pages that the head of the queue needs
         if self.waiting and not self.running:
             # an idle engine that cannot admit its head of queue never will
             request = self.waiting.pop(0)
@@ -250,12 +291,17 @@ class Scheduler:
         self.preemptions += 1
 
     def _give_back(self, request: Request, *, publish: bool) -> None:
-        known = request.tokens if publish else None
-        self.ledger.release(request.row, known)
+        row = request.row
+        if self.keep is not None and publish and request.state is State.DECODE:
+            self.keep(request)
+            if request not in self.running:
+                return  # it ended: the host tier could not take it
+        else:
+            self.ledger.release(row, request.tokens if publish else None)
         self.running.remove(request)
         if request in self._started:
             self._started.remove(request)  # the runner has not heard of it yet
         else:
-            self._on_leave(request.row)
+            self._on_leave(row)
         request.detach(State.WAITING)
         self.enqueue(request)

@@ -1,0 +1,204 @@
+"""The engine's side of the host tier: backups after a settle, retraction and return of requests, lost files.
+
+All copies run in the stream of the steps, so that whatever is launched later finds them done: in that order a backup
+has drained as soon as it is launched, and a slot is not written again before it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from octavo.backend.host_tier import TierMover
+from octavo.backend.relay import upload
+from octavo.engine.request import Request, State
+from octavo.errors import HostTierLost, OctavoError
+from octavo.kv.pages import Int64Array, ceil_pages
+from octavo.kv.tiers import Ticket, Tiers
+
+if TYPE_CHECKING:
+    from octavo.backend.runner import Runner
+    from octavo.kv.ledger import Ledger
+
+
+NO_LIMIT = 1 << 30
+
+
+@dataclass(eq=False)
+class Kept:
+    """A retracted request's KV: the ledger's ticket, its own sliding-window pages from column `swa_first` on (copied
+    aside), and what its next draft starts from."""
+
+    ticket: Ticket
+    swa_first: int
+    swa: torch.Tensor | None
+    seed: bytes | None
+
+
+class TierControl:
+    """One per engine with HiSparse. `swapped` and friends are read by reports."""
+
+    def __init__(self, ledger: Ledger, runner: Runner, mover: TierMover, max_draft_tokens: int) -> None:
+        if ledger.tiers is None:
+            raise ValueError("this ledger has no host tier")
+        self._ledger, self._runner, self._mover = ledger, runner, mover
+        self._tiers: Tiers = ledger.tiers
+        self._page = ledger.page_size
+        self.max_draft_tokens = max_draft_tokens
+        self.lost = 0  # times that the file was removed or cut
+
+    # -- steps --
+
+    def draft_limit(self, longest_tokens: int) -> int:
+        """Most drafted tokens of a step whose longest row reaches so far: the union of its pages fits the buffer."""
+        return NO_LIMIT if longest_tokens <= self._tiers.dense_limit else self.max_draft_tokens
+
+    def back_up(self, rows: Int64Array) -> None:
+        """Copy what has become final. Raises HostTierLost; the books are as before then."""
+        backup = self._ledger.begin_backup(rows)
+        if backup is None:
+            return
+        try:
+            self._mover.back_up(backup.rows, backup.columns)
+        except OctavoError:
+            self._ledger.end_backup(backup.op, written=False)
+            raise
+        self._mover.sum_up(self._host_pages(backup.rows, backup.columns))
+        self._ledger.end_backup(backup.op)
+
+    def _host_pages(self, rows: Int64Array, columns: Int64Array) -> Int64Array:
+        logical = self._ledger.full_table[rows, columns]
+        return self._tiers.pool.host_pages_of(logical).astype(np.int64)
+
+    # -- retraction --
+
+    def retract(self, request: Request) -> Kept:
+        """Bring everything of a settled, decoding request into the host tier and end its row."""
+        from octavo.disagg.layout import seed_bytes
+
+        row = request.row
+        first, last = self._ledger.unbacked(row)
+        columns = np.arange(first, last)
+        self._runner.project()
+        self._mover.back_up(np.full_like(columns, row), columns)
+        whole = columns[columns < int(self._ledger.committed[row]) // self._page]
+        self._mover.sum_up(self._host_pages(np.full_like(whole, row), whole))
+        swa_first, swa = self._copy_window(row, last)
+        seed = seed_bytes(self._runner.drafter, row)
+        return Kept(self._ledger.retract(row), swa_first, swa, seed)
+
+    def _copy_window(self, row: int, last: int) -> tuple[int, torch.Tensor | None]:
+        """The row's own sliding-window pages up to column `last`, copied."""
+        table, pool = self._ledger.swa_table, self._runner.kv.swa
+        if table is None or pool is None:
+            return 0, None
+        first = max(int(self._ledger.evicted[row]), int(self._ledger.protected[row])) // self._page
+        pages = upload(table[row, first:last].astype(np.int64), pool.device)
+        return first, pool.index_select(0, pages)
+
+    def resume(self, request: Request, kept: Kept) -> None:
+        """Open a row for a retracted request and bring its KV back. Raises OutOfRows, OutOfPages (nothing changed),
+        HostTierLost (its ticket is still open)."""
+        from octavo.disagg.layout import import_seed
+
+        self._mover.tier.check()
+        committed = kept.ticket.committed
+        pre = self._ledger.preallocate(request.tokens, committed, host=True, ticket=kept.ticket)
+        request.kept = None
+        request.lease(pre.row, pre.generation, committed)
+        self.load(request, kept)
+        self._ledger.land(pre.row, pre.generation)
+        self._tiers.stats["resumed"] += 1
+        request.move(State.DECODE)
+        self._runner.resume(request, request.output.ban_ids, request.tokens[-1])
+        import_seed(self._runner.drafter, pre.row, kept.seed)
+
+    def load(self, request: Request, kept: Kept | None) -> None:
+        """Dense layers and the newest pages of a row's sparse layers, from the host tier; everything of a short row."""
+        row, p = request.row, self._page
+        tokens = int(self._ledger.fill[row]) or int(self._ledger.committed[row])
+        width = ceil_pages(tokens, p)
+        op = self._ledger.begin_op([row], "load")
+        self._runner.project()
+        tiers = self._tiers.config
+        first = 0 if width <= tiers.device_pages else max(0, tokens - tiers.recent_tokens) // p
+        own = int(self._ledger.protected[row]) // p
+        self._mover.load(row, (own, width), (first, width))
+        if kept is not None and kept.swa is not None:
+            self._restore_window(row, kept, width)
+        self._ledger.end_op(op)
+        self._tiers.stats["loaded_pages"] += width - own
+
+    def _restore_window(self, row: int, kept: Kept, width: int) -> None:
+        table, pool = self._ledger.swa_table, self._runner.kv.swa
+        if table is None or pool is None or kept.swa is None:
+            return
+        first = max(kept.swa_first, int(self._ledger.evicted[row]) // self._page)
+        pages = upload(table[row, first:width].astype(np.int64), pool.device)
+        pool.index_copy_(0, pages, kept.swa[first - kept.swa_first : width - kept.swa_first])
+
+    def drop(self, kept: Kept) -> None:
+        """A retracted request ended while it waited."""
+        if kept.ticket.open:
+            self._ledger.drop_ticket(kept.ticket)
+
+    def sum_up_landed(self, row: int) -> None:
+        """Bounds of what a transfer has put into the host tier."""
+        columns = np.arange(int(self._ledger.protected[row]) // self._page, int(self._tiers.backed[row]))
+        self._mover.sum_up(self._host_pages(np.full_like(columns, row), columns))
+
+    # -- faults --
+
+    def check(self, requests: list[Request], fail: Callable[[Request, OctavoError], None]) -> None:
+        """Before a step: if the tier's file was removed or cut, end the requests whose pages it held, forget cached
+        pages and make the file whole again."""
+        try:
+            self._mover.tier.check()
+        except HostTierLost as lost:
+            self.mend(lost, requests, fail)
+
+    def mend(self, lost: HostTierLost, requests: list[Request], fail: Callable[[Request, OctavoError], None]) -> None:
+        self.lost += 1
+        for request in requests:
+            if self._touches(request, lost.intact_pages):
+                fail(request, lost)
+        self._ledger.reset_cache()
+        try:
+            self._mover.tier.repair()
+        except HostTierLost as worse:
+            for request in requests:
+                if request.state is not State.FINISHED:
+                    fail(request, worse)
+
+    def _touches(self, request: Request, intact_pages: int) -> bool:
+        """Whether KV of the request lies behind the first `intact_pages` host pages."""
+        if request.state is State.FINISHED:
+            return False
+        if request.row >= 0:
+            row = request.row
+            logical = self._ledger.full_table[row, : int(self._tiers.backing[row])]
+            pages = self._tiers.pool.host_pages_of(logical)
+        elif request.kept is not None:
+            ticket = request.kept.ticket
+            pages = np.concatenate([ticket.host, *self._path_pages(ticket)])
+        else:
+            return False
+        return bool((pages >= intact_pages).any())
+
+    def _path_pages(self, ticket: Ticket) -> list[Any]:
+        node, found = ticket.node, []
+        while node.parent is not None:
+            found.append(self._tiers.pool.host_pages_of(node.full))
+            node = node.parent
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """The part of `kv_report()` the books do not know."""
+        return {"file_lost": self.lost}
+
+    def close(self) -> None:
+        self._mover.tier.close()
