@@ -532,10 +532,12 @@ void finish(const AttnState& state, const float* acc, int head_dim, float* out) 
 
 }  // namespace
 
+#include "sparse.inl"
+
 #define OCTAVO_TABLE(label)                                                                                       \
   {                                                                                                               \
     label, linear, quantize, rms_norm, gated, rope, add, scale, softcap, store_bf16, embed, attend, combine, finish, \
-        argmax                                                                                                    \
+        argmax, page_vote                                                                                         \
   }
 
 }  // namespace octavo

@@ -9,7 +9,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-#define OCTAVO_ABI 1  // raised whenever a structure or a call below changes
+#define OCTAVO_ABI 2  // raised whenever a structure or a call below changes
 
 enum {
   OCTAVO_EMBED,       // dst <- rows of w for the token ids, times f0
@@ -17,6 +17,7 @@ enum {
   OCTAVO_RMS_NORM,    // dst <- norm(src) * w; f0 eps; i0 head size (0: the whole row)
   OCTAVO_QUANTIZE,    // quant buffer dst <- src
   OCTAVO_LINEAR,      // dst <- src w^T (+ bias) (+ src2); src is a quant buffer for int4 and int8 weights
+                      // (pools: 0 full, 1 sliding window, 2 sparse, whose layer counts among the sparse ones)
   OCTAVO_ROPE_WRITE,  // dst <- rotated src (q; -1: none); k src2, v buffer i0 offset i1; i2 pool, i3 layer,
                       // i4 head size, i5 q heads, i6 kv heads; w cos|sin table, i7 its r
   OCTAVO_ATTENTION,   // dst <- attention of src; i2 pool, i3 layer, i4 head size, i5 heads, i6 kv heads, i7 window
@@ -24,7 +25,9 @@ enum {
   OCTAVO_ADD,         // dst <- src + src2
   OCTAVO_SCALE,       // dst <- f0 * src
   OCTAVO_SOFTCAP,     // dst <- f0 * tanh(src / f0)
-  OCTAVO_ARGMAX       // dst (int64) <- lowest index of the largest src w^T
+  OCTAVO_ARGMAX,      // dst (int64) <- lowest index of the largest src w^T
+  OCTAVO_SELECT       // sparse layer: pages for src (q, not yet rotated), mapped and swapped in; i3 layer, i4 head size,
+                      // i5 heads, i6 kv heads; w cos|sin table. Comes before the layer's ROPE_WRITE
 };
 
 enum { OCTAVO_OK = 0, OCTAVO_BAD_PAGE = 1, OCTAVO_BAD_TOKEN = 2, OCTAVO_BAD_POSITION = 4 };
@@ -36,6 +39,18 @@ typedef struct {
   double f[2];
 } octavo_instr;
 
+// State of sparse rows (`ops/meta.py`: SparseView).
+typedef struct {
+  void *slots, *host;  // [slot_count + 1, layers, ...], [host_pages + 1, host_page_layers, ...]
+  const float* bounds;                                    // [layers, host_pages + 1, 2, kv heads, head size]
+  const int32_t *row_slots, *host_table, *backed;         // [rows, device_pages], [rows, width], [rows]
+  int32_t *slot_map, *column_of, *order;                  // [layers, rows, width | device_pages | device_pages]
+  const int64_t* host_layer;                              // [layers]
+  int64_t slot_count, host_pages, layers, host_page_layers, rows, width, device_pages;  // counts without the spare
+  int64_t topk_pages, recent_tokens, dense_limit_tokens;
+  int64_t decodes;  // leading sequences of the step that select; the others see everything
+} octavo_sparse;
+
 typedef struct {
   int64_t tokens, sequences;
   const int64_t *token_ids, *positions, *write_slots, *rows, *kv_start, *mask, *q_indptr;  // mask may be null
@@ -44,6 +59,7 @@ typedef struct {
   const int32_t* table[2];
   int64_t table_width[2], table_rows[2];
   int64_t page_size, kv_bf16;
+  const octavo_sparse* sparse;  // null where there are no sparse layers
   void* const* external;      // pointers of the external buffers, in their order
   double* profile;            // seconds by stage are added, or null
 } octavo_run;

@@ -5,11 +5,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace octavo {
 namespace {
 
-bool by_rows(int64_t op) { return op != OCTAVO_LINEAR && op != OCTAVO_ATTENTION && op != OCTAVO_ARGMAX; }
+bool by_rows(int64_t op) {
+  return op != OCTAVO_LINEAR && op != OCTAVO_ATTENTION && op != OCTAVO_ARGMAX && op != OCTAVO_SELECT;
+}
 
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -19,6 +22,12 @@ size_t padded(size_t bytes) { return (bytes + 127) / 64 * 64; }
 
 AttnOp attn_op(const octavo_instr& in) {
   return {(int)in.i[2], (int)in.i[3], (int)in.i[4], (int)in.i[5], (int)in.i[6], (int)in.i[7], (float)in.f[0]};
+}
+
+constexpr int kSparsePool = 2;
+
+SparseOp sparse_op(const octavo_instr& in) {
+  return {(int)in.i[3], (int)in.i[4], (int)in.i[5], (int)in.i[6], (float)in.f[0]};
 }
 
 }  // namespace
@@ -37,8 +46,12 @@ Program::Program(std::vector<octavo_instr> code, std::vector<int64_t> widths, st
       stages_.back().end = i + 1;
       continue;
     }
-    Stage stage{i, i + 1, -1};
-    if (in.op == OCTAVO_ATTENTION) {
+    Stage stage{i, i + 1, -1, in.op == OCTAVO_ATTENTION && in.i[2] == kSparsePool};
+    if (stage.sparse || in.op == OCTAVO_SELECT) {
+      const SparseOp op = sparse_op(in);
+      if (!sparse_) sparse_ = std::make_unique<SparsePlan>(op.heads, op.kv_heads);
+      if (sparse_->heads != op.heads || sparse_->kv_heads != op.kv_heads) throw std::invalid_argument("heads");
+    } else if (in.op == OCTAVO_ATTENTION) {
       const AttnOp op = attn_op(in);
       for (size_t p = 0; p < plans_.size(); p++)
         if (plans_[p].window == op.window && plans_[p].heads == op.heads && plans_[p].kv_heads == op.kv_heads)
@@ -99,6 +112,10 @@ void Program::plan_step(int threads) {
   const int64_t n = run_->tokens;
   row_chunk_ = (int)std::max<int64_t>(1, n / (threads * 4));
   for (auto& plan : plans_) plan.build(*run_, threads);
+  if (sparse_) {
+    if (!run_->sparse) throw std::invalid_argument("no sparse state");
+    sparse_->build(*run_, threads);
+  }
   for (size_t s = 0; s < stages_.size(); s++) {
     const octavo_instr& in = code_[(size_t)stages_[s].begin];
     if (in.op == OCTAVO_LINEAR) {
@@ -106,6 +123,11 @@ void Program::plan_step(int threads) {
     } else if (in.op == OCTAVO_ARGMAX) {
       totals_[s] = linear_chunks(*(const Weight*)in.w, threads);
       best_[s].resize((size_t)totals_[s] * (size_t)n);
+    } else if (in.op == OCTAVO_SELECT) {
+      totals_[s] = sparse_->select_chunks();
+    } else if (stages_[s].sparse) {
+      sparse_->reserve((int)in.i[4]);
+      totals_[s] = sparse_->attend_chunks();
     } else if (in.op == OCTAVO_ATTENTION) {
       AttnPlan& plan = plans_[(size_t)stages_[s].plan];
       plan.reserve((int)in.i[4]);
@@ -131,8 +153,11 @@ int Program::run(Pool& pool, const octavo_run& run) {
 
 // A stage opens when the one before it is complete: counters of its attention plan are free again.
 void Program::opened(int stage) {
-  if (stage < (int)stages_.size() && stages_[(size_t)stage].plan >= 0)
-    plans_[(size_t)stages_[(size_t)stage].plan].reset_counters();
+  if (stage < (int)stages_.size()) {
+    if (stages_[(size_t)stage].plan >= 0) plans_[(size_t)stages_[(size_t)stage].plan].reset_counters();
+    if (stages_[(size_t)stage].sparse) sparse_->reset_attend();
+    if (first(stage).op == OCTAVO_SELECT) sparse_->reset_select();
+  }
   if (!run_->profile) return;
   const double now = seconds();
   if (profile_stage_ >= 0) run_->profile[profile_stage_] += now - profile_at_;
@@ -161,6 +186,14 @@ void Program::chunk(int s, int index, int thread) {
       b.index = begin + at;
       best_[(size_t)s][(size_t)index * n + r] = b;
     }
+  } else if (in.op == OCTAVO_SELECT) {
+    sparse_->select(*run_, sparse_op(in), *k_, at(in.src, in.src_offset, 0), buffers_[(size_t)in.src].stride,
+                    (const int64_t*)in.w, index, t.sparse);
+  } else if (stage.sparse) {
+    const int flags = sparse_->attend(
+        *run_, sparse_op(in), *k_, at(in.src, in.src_offset, 0), buffers_[(size_t)in.src].stride,
+        at(in.dst, in.dst_offset, 0), buffers_[(size_t)in.dst].stride, index, t.attention);
+    if (flags) flags_.fetch_or(flags);
   } else if (in.op == OCTAVO_ATTENTION) {
     const int flags = plans_[(size_t)stage.plan].run_chunk(
         *run_, attn_op(in), *k_, at(in.src, in.src_offset, 0), buffers_[(size_t)in.src].stride,
@@ -224,6 +257,16 @@ void Program::row_instr(const octavo_instr& in, int64_t row, PerThread& t) {
   }
 }
 
+// Where the key of KV head 0 of a token goes; null where the row has no page.
+uint8_t* Program::keys_of(int pool, int layer, int kv_heads, int head_dim, int64_t sequence, int64_t slot) const {
+  const int64_t ps = run_->page_size, entry = slot / ps;
+  if (slot < 0 || entry >= run_->table_width[pool]) return nullptr;
+  const int64_t page = run_->table[pool][run_->rows[sequence] * run_->table_width[pool] + entry];
+  if (page < 0 || page >= run_->kv_pages[pool]) return nullptr;
+  const int64_t at = page * run_->kv_page_elements[pool] + ((int64_t)layer * 2 * kv_heads * ps + slot % ps) * head_dim;
+  return (uint8_t*)run_->kv[pool] + at * (run_->kv_bf16 ? 2 : 4);
+}
+
 void Program::rope_write(const octavo_instr& in, int64_t row, PerThread& t) {
   const int pool = (int)in.i[2], hd = (int)in.i[4], q_heads = (int)in.i[5], kv_heads = (int)in.i[6];
   const auto* table = (const int64_t*)in.w;  // {positions, r, cos, sin}
@@ -238,26 +281,25 @@ void Program::rope_write(const octavo_instr& in, int64_t row, PerThread& t) {
                at(in.dst, in.dst_offset + (int64_t)h * hd, row));
   const int64_t sequence =
       std::upper_bound(run_->q_indptr, run_->q_indptr + run_->sequences + 1, row) - run_->q_indptr - 1;
-  const int64_t slot = run_->write_slots[row], ps = run_->page_size, entry = slot / ps;
-  int64_t page = -1;
-  if (slot >= 0 && entry < run_->table_width[pool])
-    page = run_->table[pool][run_->rows[sequence] * run_->table_width[pool] + entry];
-  if (page < 0 || page >= run_->kv_pages[pool]) {
+  const int64_t slot = run_->write_slots[row], ps = run_->page_size;
+  uint8_t* keys = pool == kSparsePool ? SparsePlan::slot_of(*run_, {(int)in.i[3], hd, q_heads, kv_heads, 0}, sequence, slot)
+                                      : keys_of(pool, (int)in.i[3], kv_heads, hd, sequence, slot);
+  if (!keys) {
     flags_.fetch_or(OCTAVO_BAD_PAGE);
     return;
   }
   if ((int)t.row.size() < hd) t.row.resize((size_t)hd);
   const int64_t values = (int64_t)kv_heads * ps * hd;
   for (int h = 0; h < kv_heads; h++) {
-    const int64_t to = page * run_->kv_page_elements[pool] + (in.i[3] * 2 * kv_heads + h) * ps * hd + slot % ps * hd;
+    const int64_t to = (int64_t)h * ps * hd;
     const float* v = at(in.i[0], in.i[1] + (int64_t)h * hd, row);
     if (run_->kv_bf16) {
-      auto* kv = (uint16_t*)run_->kv[pool] + to;
+      auto* kv = (uint16_t*)keys + to;
       k_->rope(at(in.src2, in.src2_offset + (int64_t)h * hd, row), cos, sin, half, hd, t.row.data());
       k_->store_bf16(t.row.data(), hd, kv);
       k_->store_bf16(v, hd, kv + values);
     } else {
-      auto* kv = (float*)run_->kv[pool] + to;
+      auto* kv = (float*)keys + to;
       k_->rope(at(in.src2, in.src2_offset + (int64_t)h * hd, row), cos, sin, half, hd, kv);
       std::memcpy(kv + values, v, (size_t)hd * 4);
     }

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "octavo_native.h"
 #include "pool.h"
+#include "sparse.h"
 #include "types.h"
 
 namespace octavo {
@@ -25,7 +26,8 @@ class Program : public Job {
 
   struct Stage {
     int begin, end;  // instructions; more than one only where all of them work row by row
-    int plan;        // attention: index of its plan
+    int plan;        // attention: index of its plan (sparse attention has one of its own)
+    bool sparse;     // attention of a sparse layer
   };
   const std::vector<Stage>& stages() const { return stages_; }
   const octavo_instr& first(int stage) const { return code_[(size_t)stages_[(size_t)stage].begin]; }
@@ -41,6 +43,7 @@ class Program : public Job {
   };
   struct PerThread {
     AttnPlan::Scratch attention;
+    SparsePlan::Scratch sparse;
     std::vector<float> row, logits;
   };
 
@@ -49,6 +52,7 @@ class Program : public Job {
   int linear_chunks(const Weight& w, int threads) const;
   float* at(int64_t buffer, int64_t offset, int64_t row) const;
   void row_instr(const octavo_instr& in, int64_t row, PerThread& t);
+  uint8_t* keys_of(int pool, int layer, int kv_heads, int head_dim, int64_t sequence, int64_t slot) const;
   void rope_write(const octavo_instr& in, int64_t row, PerThread& t);
   void linear(const octavo_instr& in, int index, int chunks);
   void argmax(const octavo_instr& in, int index, int chunks, PerThread& t);
@@ -59,6 +63,7 @@ class Program : public Job {
   const KernelTable* k_;
   std::vector<Stage> stages_;
   std::vector<AttnPlan> plans_;
+  std::unique_ptr<SparsePlan> sparse_;
   std::vector<Buffer> buffers_;
   std::vector<QuantRows> quants_;
   std::unique_ptr<void, void (*)(void*)> arena_;

@@ -171,6 +171,17 @@ void test_attention(const KernelTable& plain, const KernelTable& fast) {
   }
 }
 
+void test_votes(const KernelTable& plain, const KernelTable& fast) {
+  std::vector<float> got[2];
+  for (int round = 0; round < 60; round++) {
+    const int hd = 1 + below(140), kv_heads = 1 + below(4), n = hd * kv_heads;
+    std::vector<float> low = floats(n), high = floats(n), page = floats(2 * n, 3.0f);
+    for (int t = 0; t < 2; t++)
+      got[t].push_back((t ? fast : plain).page_vote(low.data(), high.data(), page.data(), kv_heads, hd));
+  }
+  same(fast.name, "page votes", got[0], got[1]);
+}
+
 }  // namespace
 
 int main() {
@@ -182,6 +193,7 @@ int main() {
     test_linear(plain, *fast);
     test_rows(plain, *fast);
     test_attention(plain, *fast);
+    test_votes(plain, *fast);
     std::printf("%s: %s\n", name, failures ? "differs" : "the bits of plain C++");
     tables++;
   }

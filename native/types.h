@@ -95,6 +95,8 @@ struct KernelTable {
   void (*finish)(const AttnState&, const float* acc, int head_dim, float* out);
   // Largest value and the lowest index that has it.
   void (*argmax)(const float* x, int n, float* value, int* index);
+  // sparse.inl
+  float (*page_vote)(const float* low, const float* high, const float* page, int kv_heads, int head_dim);
 };
 
 const KernelTable* generic_kernels();

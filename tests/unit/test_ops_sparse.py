@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.ops import native_lib
 from octavo.ops.meta import KVLayer, KVView
 from octavo.ops.sparse_state import back_up, load_dense, load_slots, new_sparse_view, open_rows, summarise_host_pages
 from octavo.ops.torch_ops import TorchOps
@@ -34,6 +36,11 @@ from tests.unit.sparse_support import (
 )
 
 OPS: dict[str, Callable[[], Any]] = {"torch": TorchOps}
+if native_lib.library() is not None:
+    from octavo.ops.native import NativeOps
+
+    for _isa in native_lib.available_isas():
+        OPS[f"native {_isa}"] = partial(NativeOps, 2, isa=_isa)
 BASE = Setup(device_pages=16)
 
 

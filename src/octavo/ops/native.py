@@ -19,7 +19,8 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.ops import native_lib as nl
 from octavo.ops.base import Body
 from octavo.ops.meta import KVView, StepMeta
-from octavo.ops.native_tape import NativeTape, lower
+from octavo.ops.native_sparse import SparseBinding
+from octavo.ops.native_tape import POOL_NAMES, NativeTape, lower
 from octavo.ops.weights import GROUP, Matrix
 
 _KINDS = {"int4": 0, "int8": 1, "bf16": 2, "fp32": 3}
@@ -28,6 +29,11 @@ _KINDS = {"int4": 0, "int8": 1, "bf16": 2, "fp32": 3}
 def available() -> bool:
     """True where the compiled module can be used (built, not switched off)."""
     return nl.library() is not None
+
+
+def supports_sparse() -> bool:
+    """True where the compiled module runs sparse layers (HiSparse), with page bounds as their selector."""
+    return available()
 
 
 class NativeWeight:
@@ -107,6 +113,7 @@ class NativeProgram:
         self._index_outputs = {n.target[0] for n in tape.nodes if n.op == nl.ARGMAX and n.target}
         self._layers = tape.layers
         self._checked: tuple[int, ...] = ()
+        self._sparse = SparseBinding()
         code = (nl.Instr * max(1, len(lowered.code)))(*lowered.code)
         external = [width for _, width in lowered.external]
         self.handle = lib.octavo_program(
@@ -145,6 +152,7 @@ class NativeProgram:
         run.q_indptr = ctypes.addressof(indptr)
         if self._layers:
             self._bind_kv(run, kv)
+            self._bind_sparse(run, kv, meta.num_decodes)
         return self.run_raw(run, inputs or {})
 
     def run_raw(self, run: nl.Run, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -201,6 +209,17 @@ class NativeProgram:
             run.table[i] = table.data_ptr()
             run.table_rows[i], run.table_width[i] = table.shape
 
+    def _bind_sparse(self, run: nl.Run, kv: KVView | None, decodes: int) -> None:
+        """State of the sparse layers, where the program has some."""
+        needs = [need for need in self._layers if need.pool == POOL_NAMES.index("sparse")]
+        if not needs:
+            return
+        if kv is None or kv.sparse is None:
+            raise ValueError("this program has sparse layers: it needs a KVView that has them")
+        shape = (needs[0].kv_heads, needs[0].head_dim)
+        run.sparse = self._sparse.bind(kv.sparse, decodes, shape, 1 + max(need.layer for need in needs))
+        run.kv_bf16 = int(kv.sparse.slots.dtype == torch.bfloat16)
+
     def _check_kv(self, kv: KVView) -> None:
         """Shapes, types and layers of the pools, once per set of tensors."""
         tensors = (kv.full, kv.swa, kv.full_table, kv.swa_table)
@@ -208,7 +227,10 @@ class NativeProgram:
         if key == self._checked:
             return
         for need in self._layers:
-            pages, table = kv.pool("full" if need.pool == 0 else "swa")
+            name = POOL_NAMES[need.pool]
+            if name == "sparse":
+                continue
+            pages, table = kv.pool(name)
             want = (2, need.kv_heads, kv.page_size, need.head_dim)
             if tuple(pages.shape[2:]) != want or need.layer >= pages.shape[1]:
                 raise ValueError(f"pool of shape {tuple(pages.shape)}: layer {need.layer} needs [*, *, {want}]")

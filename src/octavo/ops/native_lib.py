@@ -19,14 +19,14 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 
-_ABI = 1
+_ABI = 2
 _LOG = logging.getLogger("octavo.ops")
 ISAS = ("avx512", "avx2", "neon", "generic")
 
-(EMBED, COPY, RMS_NORM, QUANTIZE, LINEAR, ROPE_WRITE, ATTENTION, GATED, ADD, SCALE, SOFTCAP, ARGMAX) = range(12)
+(EMBED, COPY, RMS_NORM, QUANTIZE, LINEAR, ROPE_WRITE, ATTENTION, GATED, ADD, SCALE, SOFTCAP, ARGMAX, SELECT) = range(13)
 OP_NAMES = (
     "embed", "copy", "rms_norm", "quantize", "linear", "rope_write", "attention", "gated", "add", "scale", "softcap",
-    "argmax",
+    "argmax", "select",
 )  # fmt: skip
 BAD_PAGE, BAD_TOKEN, BAD_POSITION = 1, 2, 4
 
@@ -41,6 +41,18 @@ class Instr(Structure):
     ]  # fmt: skip
 
 
+class Sparse(Structure):
+    """octavo_sparse of native/octavo_native.h."""
+
+    _fields_ = [
+        ("slots", c_void_p), ("host", c_void_p), ("bounds", c_void_p), ("row_slots", c_void_p), ("host_table", c_void_p),
+        ("backed", c_void_p), ("slot_map", c_void_p), ("column_of", c_void_p), ("order", c_void_p),
+        ("host_layer", c_void_p), ("slot_count", c_int64), ("host_pages", c_int64), ("layers", c_int64),
+        ("host_page_layers", c_int64), ("rows", c_int64), ("width", c_int64), ("device_pages", c_int64),
+        ("topk_pages", c_int64), ("recent_tokens", c_int64), ("dense_limit_tokens", c_int64), ("decodes", c_int64),
+    ]  # fmt: skip
+
+
 class Run(Structure):
     """octavo_run of native/octavo_native.h."""
 
@@ -49,7 +61,7 @@ class Run(Structure):
         ("write_slots", c_void_p), ("rows", c_void_p), ("kv_start", c_void_p), ("mask", c_void_p),
         ("q_indptr", c_void_p), ("kv", c_void_p * 2), ("kv_pages", c_int64 * 2), ("kv_page_elements", c_int64 * 2),
         ("table", c_void_p * 2), ("table_width", c_int64 * 2), ("table_rows", c_int64 * 2), ("page_size", c_int64),
-        ("kv_bf16", c_int64), ("external", POINTER(c_void_p)), ("profile", c_void_p),
+        ("kv_bf16", c_int64), ("sparse", c_void_p), ("external", POINTER(c_void_p)), ("profile", c_void_p),
     ]  # fmt: skip
 
 
@@ -165,6 +177,6 @@ def int64_array(values: tuple[int, ...] | list[int]) -> ctypes.Array[c_int64]:
 
 __all__ = [
     "ADD", "ARGMAX", "ATTENTION", "BAD_PAGE", "BAD_POSITION", "BAD_TOKEN", "COPY", "EMBED", "GATED", "ISAS", "LINEAR",
-    "OP_NAMES", "QUANTIZE", "RMS_NORM", "ROPE_WRITE", "SCALE", "SOFTCAP", "Instr", "Run", "ThreadPool",
+    "OP_NAMES", "QUANTIZE", "RMS_NORM", "ROPE_WRITE", "SCALE", "SELECT", "SOFTCAP", "Instr", "Run", "Sparse", "ThreadPool",
     "available_isas", "c_int32", "choose_isa", "int64_array", "library", "library_path", "shared_pool",
 ]  # fmt: skip

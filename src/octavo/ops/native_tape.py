@@ -16,7 +16,8 @@ from octavo.ops import native_lib as nl
 from octavo.ops.base import Activation
 from octavo.ops.meta import KVLayer
 
-_POOLS = {"full": 0, "swa": 1}
+_POOLS = {"full": 0, "swa": 1, "sparse": 2}
+POOL_NAMES = tuple(_POOLS)
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -122,12 +123,21 @@ class NativeTape:
     ) -> Handle | None:
         _same("rope_write", k.width, v.width)
         kv_heads = k.width // head_dim
+        if layer.pool == "sparse":
+            self._select(q, layer, rope, head_dim, kv_heads)
         self.layers.add(Attention(_POOLS[layer.pool], layer.index, kv_heads, head_dim))
         ints = (_POOLS[layer.pool], layer.index, head_dim, 0 if q is None else q.width // head_dim, kv_heads, rope.half)
         if q is None:
             self.nodes.append(Node(nl.ROPE_WRITE, [k, v], None, 0, weight=rope, ints=ints))
             return None
         return self._emit(nl.ROPE_WRITE, [q, k, v], q.width, weight=rope, ints=ints)
+
+    def _select(self, q: Handle | None, layer: KVLayer, rope: Any, head_dim: int, kv_heads: int) -> None:
+        """Pages for q, before the layer writes: what is written must have its place by then."""
+        if q is None:
+            raise ValueError("a sparse layer needs queries: draft layers are dense")
+        ints = (_POOLS["sparse"], layer.index, head_dim, q.width // head_dim, kv_heads)
+        self.nodes.append(Node(nl.SELECT, [q], None, q.width, weight=rope, ints=ints))
 
     def attention(self, q: Handle, layer: KVLayer, scale: float, heads: int, kv_heads: int, head_dim: int) -> Handle:
         _same("attention", q.width, heads * head_dim)
@@ -290,7 +300,7 @@ class _Lowering:
             instr.dst_offset = node.ints[0]
         elif node.op == nl.RMS_NORM or node.op == nl.GATED:
             instr.i[0] = node.ints[0]
-        elif node.op in (nl.ROPE_WRITE, nl.ATTENTION):
+        elif node.op in (nl.ROPE_WRITE, nl.ATTENTION, nl.SELECT):
             for i, value in enumerate(node.ints):
                 instr.i[2 + i] = value
         if node.op == nl.ROPE_WRITE:
