@@ -45,8 +45,8 @@ class Sparse(Structure):
     """octavo_sparse of native/octavo_native.h."""
 
     _fields_ = [
-        ("slots", c_void_p), ("host", c_void_p), ("bounds", c_void_p), ("row_slots", c_void_p), ("host_table", c_void_p),
-        ("backed", c_void_p), ("slot_map", c_void_p), ("column_of", c_void_p), ("order", c_void_p),
+        ("slots", c_void_p), ("host", c_void_p), ("bounds", c_void_p), ("row_slots", c_void_p),
+        ("host_table", c_void_p), ("backed", c_void_p), ("slot_map", c_void_p), ("column_of", c_void_p), ("order", c_void_p),
         ("host_layer", c_void_p), ("slot_count", c_int64), ("host_pages", c_int64), ("layers", c_int64),
         ("host_page_layers", c_int64), ("rows", c_int64), ("width", c_int64), ("device_pages", c_int64),
         ("topk_pages", c_int64), ("recent_tokens", c_int64), ("dense_limit_tokens", c_int64), ("decodes", c_int64),
@@ -177,6 +177,6 @@ def int64_array(values: tuple[int, ...] | list[int]) -> ctypes.Array[c_int64]:
 
 __all__ = [
     "ADD", "ARGMAX", "ATTENTION", "BAD_PAGE", "BAD_POSITION", "BAD_TOKEN", "COPY", "EMBED", "GATED", "ISAS", "LINEAR",
-    "OP_NAMES", "QUANTIZE", "RMS_NORM", "ROPE_WRITE", "SCALE", "SELECT", "SOFTCAP", "Instr", "Run", "Sparse", "ThreadPool",
-    "available_isas", "c_int32", "choose_isa", "int64_array", "library", "library_path", "shared_pool",
+    "OP_NAMES", "QUANTIZE", "RMS_NORM", "ROPE_WRITE", "SCALE", "SELECT", "SOFTCAP", "Instr", "Run", "Sparse",
+    "ThreadPool", "available_isas", "c_int32", "choose_isa", "int64_array", "library", "library_path", "shared_pool",
 ]  # fmt: skip
