@@ -29,12 +29,12 @@ class Backup(NamedTuple):
 class TierLedger(TransferLedger):
     def begin_backup(self, rows: Sequence[int] | Int64Array) -> Backup | None:
         """An operation of kind "backup" for the whole pages of active `rows` that the host knows as committed and that
-        no backup has named. None if there are none, or no host tier."""
+        no backup has named. One backup of a row at a time. None if there are none, or no host tier."""
         tiers = self.tiers
         if tiers is None:
             return None
         at = np.asarray(rows, np.int64)
-        at = at[self._plannable[at]]
+        at = at[self._plannable[at] & (tiers.backing[at] == tiers.backed[at])]
         first, last = tiers.backing[at], self.committed[at] >> self._shift
         at, first, last = (values[last > first] for values in (at, first, last))
         if not len(at):
