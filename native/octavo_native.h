@@ -46,6 +46,7 @@ typedef struct {
   const int32_t *row_slots, *host_table, *backed;         // [rows, device_pages], [rows, width], [rows]
   int32_t *slot_map, *column_of, *order;                  // [layers, rows, width | device_pages | device_pages]
   const int64_t* host_layer;                              // [layers]
+  int64_t* counts;                                        // [3]: hits, pages loaded, new pages
   int64_t slot_count, host_pages, layers, host_page_layers, rows, width, device_pages;  // counts without the spare
   int64_t topk_pages, recent_tokens, dense_limit_tokens;
   int64_t decodes;  // leading sequences of the step that select; the others see everything

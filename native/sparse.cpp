@@ -259,9 +259,11 @@ void SparsePlan::map(const octavo_run& run, const SparseOp& op, int sequence, Sc
   const int take = std::max(std::min((int)s.wanted.size(), free), std::min(forced, (int)s.victims.size()));
 
   // rank from here on: 0 stale, 1 loaded, 2 hit
+  int64_t counts[3] = {0, 0, 0};
   for (int i = 0; i < places; i++) {
     const int32_t column = state.column_of[i];
     s.rank[(size_t)i] = column >= 0 && s.needed[(size_t)column] ? 2 : 0;
+    counts[0] += s.rank[(size_t)i] == 2;
   }
   for (int j = 0; j < take; j++) {
     const int32_t place = s.victims[(size_t)j], column = s.wanted[(size_t)j];
@@ -270,9 +272,11 @@ void SparsePlan::map(const octavo_run& run, const SparseOp& op, int sequence, Sc
     state.column_of[place] = column;
     s.rank[(size_t)place] = 1;
     const int32_t slot = v.row_slots[row * v.device_pages + place];
+    counts[column * p < start ? 1 : 2]++;
     if (column * p < start && slot >= 0 && slot < v.slot_count)
       std::memcpy(slot_part(run, op, slot), host_part(run, op, host_page(v, row, column)), (size_t)part_bytes(run, op));
   }
+  for (int i = 0; i < 3; i++) __atomic_fetch_add(v.counts + i, counts[i], __ATOMIC_RELAXED);
   s.order.clear();
   for (int rank = 0; rank < 3; rank++)
     for (int i = 0; i < places; i++)

@@ -211,7 +211,7 @@ class StateModel:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.state: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        self.events: dict[str, int] = {"hit": 0, "loaded": 0, "replaced": 0}
+        self.events: dict[str, int] = {"hit": 0, "loaded": 0, "new": 0, "replaced": 0}
 
     def step(self, layer: int, piece: Piece, counted: Sequence[Sequence[int]], backed: int) -> None:
         p, places = self.setup.page_size, self.setup.device_pages
@@ -220,7 +220,8 @@ class StateModel:
         needed = sorted({*written, *(c for pages in counted for c in pages)} if not piece.prefill else {*written})
         self.events["hit"] += sum(c in column_of for c in needed)
         after, held, taken = reference.place_columns(order, column_of, needed, written, backed)
-        self.events["loaded"] += len(taken)
+        self.events["loaded"] += sum(column * p < piece.start for _, column in taken)
+        self.events["new"] += sum(column * p >= piece.start for _, column in taken)
         self.events["replaced"] += sum(column_of[place] >= 0 for place, _ in taken)
         self.state[layer, piece.row] = (after, held)
 

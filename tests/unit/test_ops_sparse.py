@@ -121,6 +121,7 @@ def test_a_long_row_hits_loads_and_replaces(name: str) -> None:
         checked(world, model, [chain(1, at, 1)])
         world.back_up(1, int(world.view.backed[1]), (at + 1) // 4)
     assert min(model.events.values()) > 20, model.events
+    assert world.view.counts.tolist() == [model.events[name] for name in ("hit", "loaded", "new")]
     check_bytes(world, 1, 150)
 
 

@@ -89,6 +89,8 @@ class SparseView:
     column_of   int32 [sparse_layers, max_rows, device_pages] column in a place, -1 empty: the inverse of slot_map
     order       int32 [sparse_layers, max_rows, device_pages] places of a row, least recently used first
     backed      int32 [max_rows] columns below it are in the host tier, drained; written by the host before a launch
+    counts      int64 [3] summed over layers and steps, for metrics: needed pages that had a place (hits), pages loaded
+                from the host tier (swaps), places given to pages that are new
 
     host_layers        layer inside a host page of each sparse layer
     dense_host_layers  layer inside a host page of each layer of the device's full pool (dense and draft layers)
@@ -109,6 +111,7 @@ class SparseView:
     column_of: torch.Tensor
     order: torch.Tensor
     backed: torch.Tensor
+    counts: torch.Tensor
     host_layers: tuple[int, ...]
     dense_host_layers: tuple[int, ...]
     page_size: int

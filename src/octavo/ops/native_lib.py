@@ -47,10 +47,10 @@ class Sparse(Structure):
     _fields_ = [
         ("slots", c_void_p), ("host", c_void_p), ("bounds", c_void_p), ("row_slots", c_void_p),
         ("host_table", c_void_p), ("backed", c_void_p), ("slot_map", c_void_p), ("column_of", c_void_p),
-        ("order", c_void_p),
-        ("host_layer", c_void_p), ("slot_count", c_int64), ("host_pages", c_int64), ("layers", c_int64),
-        ("host_page_layers", c_int64), ("rows", c_int64), ("width", c_int64), ("device_pages", c_int64),
-        ("topk_pages", c_int64), ("recent_tokens", c_int64), ("dense_limit_tokens", c_int64), ("decodes", c_int64),
+        ("order", c_void_p), ("host_layer", c_void_p), ("counts", c_void_p), ("slot_count", c_int64),
+        ("host_pages", c_int64), ("layers", c_int64), ("host_page_layers", c_int64), ("rows", c_int64),
+        ("width", c_int64), ("device_pages", c_int64), ("topk_pages", c_int64), ("recent_tokens", c_int64),
+        ("dense_limit_tokens", c_int64), ("decodes", c_int64),
     ]  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class SparseBinding:
         self._struct = nl.Sparse(
             **tensors,
             host_layer=ctypes.addressof(self._host_layers),
+            counts=view.counts.data_ptr(),
             slot_count=view.slots.shape[0] - 1,
             host_pages=view.host.shape[0] - 1,
             layers=view.num_layers,

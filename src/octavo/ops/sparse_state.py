@@ -49,6 +49,7 @@ def new_sparse_view(
         column_of=state(sparse_layers, max_rows, device_pages),
         order=order.expand(sparse_layers, max_rows, device_pages).contiguous(),
         backed=torch.zeros(max_rows, dtype=torch.int32, device=device),
+        counts=torch.zeros(3, dtype=torch.int64, device=device),
         host_layers=tuple(host_layers),
         dense_host_layers=tuple(dense_host_layers),
         page_size=page_size,

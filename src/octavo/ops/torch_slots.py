@@ -62,6 +62,7 @@ def map_columns(
     view.column_of[layer].index_copy_(0, rows, held[:, :places].to(torch.int32))
     view.order[layer].index_copy_(0, rows, order.to(torch.int32))
     load = take & filled.gather(1, wanted)
+    view.counts.add_(torch.stack([hit.sum(), load.sum(), (take & ~load).sum()]))
     source = torch.where(load, host_pages.gather(1, wanted), view.host.shape[0] - 1)
     slot = view.row_slots.index_select(0, rows).gather(1, victims).long()
     slot = torch.where(load & (slot >= 0), slot, view.slots.shape[0] - 1)
