@@ -181,3 +181,14 @@ def _link(fd: Path) -> str:
         return str(fd.readlink())
     except OSError:
         return ""
+
+
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_an_open_door_is_said_at_start(tmp_path: Path, host: str, warned: bool) -> None:
+    """The first line says where, before the model is there; a server that all may use says so."""
+    with running(tmp_path, host=host) as server:
+        pass
+    lines = server.log.read_text().splitlines()
+    assert f"listening on http://{host}:" in lines[0] and "loading smollm2" in lines[0]
+    assert any("no --api-key" in line for line in lines) is warned
+    assert lines[-1].endswith("stopped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import signal
 import socket
@@ -101,6 +102,9 @@ async def _run(config: ServerConfig, core: str, listener: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.put_nowait, number)
     await client.start()
+    logger.info("listening on %s; loading %s", address_of(config, listener), config.model)
+    if config.api_key is None and not _is_loopback(listener):
+        logger.warning("no --api-key: whoever reaches %s can use this server", address_of(config, listener))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     logging_load = asyncio.create_task(log_load(service))
     try:
@@ -113,6 +117,7 @@ async def _run(config: ServerConfig, core: str, listener: socket.socket) -> int:
         service.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+        logger.info("stopped")
 
 
 async def _until_stopped(config: ServerConfig, client: EngineClient, service: Service, stop: asyncio.Queue[int],
@@ -147,10 +152,19 @@ def _code(number: int) -> int:
 def _announce(config: ServerConfig, client: EngineClient, listener: socket.socket) -> None:
     for line in client.info.get("startup_lines", ()):
         logger.info("%s", line)
+    logger.info("ready: %s (live KV books at /kv)", address_of(config, listener))
+
+
+def address_of(config: ServerConfig, listener: socket.socket) -> str:
+    """URL of the server as it is bound."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     shown = f"[{host}]" if ":" in host else host
-    logger.info("ready: %s://%s:%d%s (live KV books at /kv)", scheme, shown, port, config.root_path)
+    return f"{scheme}://{shown}:{port}{config.root_path}"
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 async def _dead_for_good(client: EngineClient) -> None:
