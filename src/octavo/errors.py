@@ -3,6 +3,7 @@
 `OctavoError`
 ├── `UserError`            somebody can mend it by changing what they passed in (exit code 1, HTTP 4xx)
 │   ├── `ConfigError`      an option, environment name or argument (exit code 2)
+│   ├── `UsageError`       a command's arguments that are missing or exclude each other (exit code 2)
 │   ├── `ModelError`       a checkpoint: names the file and, where known, the tensor
 │   │   └── `ModelNotFound`
 │   ├── `RequestError`     one request: names the field
@@ -45,6 +46,12 @@ class ConfigError(UserError):
     def __init__(self, option: str, value: object, allowed: str) -> None:
         self.option, self.value, self.allowed = option, value, allowed
         super().__init__(f"{option}: got {value!r}; {allowed}")
+
+
+class UsageError(UserError):
+    """A command was called in a way that makes no sense: arguments that are missing or exclude each other."""
+
+    exit_code = 2
 
 
 class ModelError(UserError):

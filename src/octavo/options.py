@@ -190,7 +190,7 @@ def integer(
 def _whole(value: object) -> int | None:
     if isinstance(value, bool):
         return None
-    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d[\d_]*\s*", value):
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d[\d_]{0,99}\s*", value):
         return int(value)
     try:
         number = int(value)  # type: ignore[call-overload]  # numpy integers too
@@ -246,7 +246,7 @@ def parse_size(value: object) -> int:
     allowed = 'a number of bytes, or a size such as "512MiB" or "2GiB"'
     number = _whole(value)
     if number is None and isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
             number = int(float(match[1]) * _UNITS[match[2].lower()])
     if number is None or number < 0:

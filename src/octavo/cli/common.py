@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import EngineConfig
@@ -127,6 +127,18 @@ _SAMPLING: tuple[tuple[str, str, type, str], ...] = (
 )
 
 
+def _reader(kind: type) -> Callable[[str], Any]:
+    """The text as `kind`, or as it is where it is none: `SamplingParams` then says what is allowed."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return read
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     for flag, field, kind, text in _SAMPLING:
@@ -134,7 +146,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
         group.add_argument(
             flag,
             dest=field,
-            type=kind,
+            type=_reader(kind),
             default=argparse.SUPPRESS,
             help=text + note,
             metavar="N" if kind is int else "X",
@@ -151,7 +163,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     )
     group.add_argument(
         "--logprobs",
-        type=int,
+        type=_reader(int),
         metavar="N",
         default=argparse.SUPPRESS,
         help="with --json: log-probabilities of the chosen and of the N likeliest tokens",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli import common
 from octavo.config import EngineConfig
-from octavo.errors import UserError
+from octavo.errors import UsageError
 
 if TYPE_CHECKING:
     from octavo import LLM, RequestOutput
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     params = common.sampling_from(args, config)
     prompts = _read_prompts(args.prompts)
     if args.raw and args.system:
-        raise UserError("--system needs the chat template that --raw switches off")
+        raise UsageError("--system needs the chat template that --raw switches off")
     with common.open_llm(config, quiet=args.quiet or args.json) as llm:
         ids = [encode(llm, prompt, raw=args.raw, system=args.system) for prompt in prompts]
         if args.json:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_prompts(arguments: list[str]) -> list[str]:
     if not arguments and sys.stdin.isatty():
-        raise UserError('no prompt: give one as an argument, e.g. octavo generate "Why is the sky blue?"')
+        raise UsageError('no prompt: give one as an argument, e.g. octavo generate "Why is the sky blue?"')
     prompts, stdin = [], None
     for argument in arguments or ["-"]:
         if argument == "-":
