@@ -19,10 +19,15 @@ def svg(acceptance: Mapping[str, Sequence[float]], steps_ms: Mapping[str, Mappin
         panels.append(_acceptance(acceptance))
     if steps_ms:
         panels.append(_steps(steps_ms))
-    width = max(1, len(panels)) * (WIDTH + 2 * MARGIN)
+    return picture(panels)
+
+
+def picture(panels: Sequence[str]) -> str:
+    """Panels side by side as one document."""
     placed = [
         f'<g transform="translate({i * (WIDTH + 2 * MARGIN) + MARGIN},{MARGIN})">{p}</g>' for i, p in enumerate(panels)
     ]
+    width = max(1, len(panels)) * (WIDTH + 2 * MARGIN)
     height = HEIGHT + 2 * MARGIN + 22 * 8
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -84,6 +89,24 @@ def _steps(steps_ms: Mapping[str, Mapping[str, float]]) -> str:
         drawn.append(_text((place + 0.5) * slot, HEIGHT + 16, mode, anchor="middle"))
     for number, name in enumerate(names):
         colour = COLOURS[number % len(COLOURS)]
+        drawn.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
+        drawn.append(_text(18, HEIGHT + 44 + 20 * number, name))
+    return "".join(drawn)
+
+
+def lines(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
+    """A panel of lines over equally spaced labels; None: no point there."""
+    top = max((value for values in series.values() for value in values if value is not None), default=1.0) or 1.0
+    drawn = [_text(0, -18, title, bold=True), *_axis(top, "")]
+    step = WIDTH / max(1, len(labels))
+    for place, label in enumerate(labels):
+        drawn.append(_text((place + 0.5) * step, HEIGHT + 16, label, anchor="middle"))
+    for number, (name, values) in enumerate(series.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        points = [((i + 0.5) * step, HEIGHT * (1 - value / top)) for i, value in enumerate(values) if value is not None]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
         drawn.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
         drawn.append(_text(18, HEIGHT + 44 + 20 * number, name))
     return "".join(drawn)
