@@ -232,8 +232,10 @@ class DecodeSide:
         if not all(0 <= page < remote.pages for page in pages.ids):
             self._core.fail(room.request, HandoverFailed(f"room {room.room}: announced pages do not exist"))
             return
-        targets = table[room.row, pages.first : last].tolist()
-        copies = copies_of(local, remote, targets, pages.ids)
+        targets = table[room.row, pages.first : last]
+        if pages.pool == "full" and ledger.tiers is not None:
+            targets = ledger.tiers.pool.host_pages_of(targets)  # KV lands in the host tier
+        copies = copies_of(local, remote, targets.tolist(), pages.ids)
         room.tickets.append(self._transport.read(server.welcome.address, copies))
 
     # -- progress ------------------------------------------------------------------------------------------------
@@ -246,6 +248,8 @@ class DecodeSide:
         elif room.phase is Phase.TRANSFERRING and room.announced and status is Status.DONE:
             room.move(Phase.WAITING)
             self._ask(room, now)
+        elif room.arrived:
+            self._land(room)
         elif room.phase is Phase.WAITING and now - room.asked_s > ASK_AGAIN_S:
             self._ask(room, now)
 
@@ -255,13 +259,22 @@ class DecodeSide:
 
     def _confirmed(self, room: Room, kept: p.Kept) -> None:
         """The last check before the books take the pages: what was read is what the prefill side held."""
-        if room.phase is not Phase.WAITING:
+        if room.phase is not Phase.WAITING or room.arrived:
             return
         if not kept.kept:
             self._core.fail(room.request, HandoverFailed(f"room {room.room}: the prefill server let its pages go"))
             return
+        room.arrived = True
+        self._land(room)
+
+    def _land(self, room: Room) -> None:
+        """Into the books. With a host tier the row gets its device slots now, or asks again when a row has ended."""
         computed = room.computed
-        if computed is None or not self._core.ledger.land(room.row, room.generation):
+        try:
+            landed = computed is not None and self._core.ledger.land(room.row, room.generation)
+        except OutOfPages:
+            return
+        if computed is None or not landed:
             raise LawViolation(14, "a room in line for landing has no lease", row=room.row, room=room.room)
         del self._moving[room.room, room.attempt]
         room.move(Phase.RUNNING)
@@ -342,7 +355,10 @@ class DecodeSide:
         # prompt plus earlier output but its newest token, whose KV the next step writes
         fill = request.prompt_tokens + max(request.num_outputs - 1, 0)
         try:
-            got = ledger.preallocate(request.tokens, fill, namespace=request.namespace)
+            got = ledger.preallocate(
+                request.tokens, fill, namespace=request.namespace, host=ledger.tiers is not None,
+                budget_pages=0 if ledger.tiers is None else self._core.scheduler.budget_pages(request),
+            )  # fmt: skip
         except (OutOfPages, OutOfRows):
             return False
         self._attempt += 1

@@ -44,7 +44,7 @@ def layout_of(parts: Parts) -> Layout:
         weights=str(parts.info.get("fingerprint", "")),
         page_size=ledger.page_size,
         kv_dtype=str(network.kv_dtype).removeprefix("torch."),
-        full_layers=network.full_layers + network.draft_kv_layers,
+        full_layers=network.host_page_layers,
         swa_layers=network.swa_layers,
         kv_heads=network.config.num_kv_heads,
         head_dim=network.config.head_dim,
@@ -55,10 +55,12 @@ def layout_of(parts: Parts) -> Layout:
 
 
 def regions_of(parts: Parts) -> dict[str, Region]:
-    """The pools that have bytes. A page is one contiguous block over all layers of its pool (page-first)."""
+    """The pools that have bytes. A page is one contiguous block over all layers of its pool (page-first).
+
+    With HiSparse full pages are those of the host tier: they hold the same layers in the same order."""
     out = {}
-    for name in ("full", "swa"):
-        pool = getattr(parts.runner.kv, name)
+    kv = parts.runner.kv
+    for name, pool in (("full", kv.full if kv.sparse is None else kv.sparse.host), ("swa", kv.swa)):
         if pool is not None:
             out[name] = Region(pool.data_ptr(), pool.stride(0) * pool.element_size(), pool.shape[0])
     return out

@@ -36,6 +36,7 @@ class Room:
     transfer_started_s: float = 0.0
     gone_final_s: float | None = None  # since when nothing can arrive any more, although reads ended unknown
     ended_s: float = 0.0
+    arrived: bool = False  # the prefill side held its pages to the end: the KV is here, the row waits for device slots
 
     def move(self, phase: Phase) -> None:
         self.phase = move(DECODE_MOVES, self.room, self.phase, phase)

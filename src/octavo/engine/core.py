@@ -404,6 +404,12 @@ class EngineCore:
 
     def start_landed(self, request: Request, token: int, logprobs: list[TokenLogprob] | None) -> None:
         """The KV of a parked request has landed in the books: decode behind its first token."""
+        if self.tiers is not None:
+            try:
+                self.tiers.load_landed(request)
+            except HostTierLost as lost:
+                self.fail(request, lost)
+                return
         self.scheduler.unpark(request)
         self.runner.resume(request, request.output.ban_ids, token)
         self._append(request, [token], logprobs, time.monotonic())

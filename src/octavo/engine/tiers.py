@@ -146,8 +146,11 @@ class TierControl:
         if kept.ticket.open:
             self._ledger.drop_ticket(kept.ticket)
 
-    def sum_up_landed(self, row: int) -> None:
-        """Bounds of what a transfer has put into the host tier."""
+    def load_landed(self, request: Request) -> None:
+        """A transfer has put the row's KV into the host tier: take bounds, load dense layers and the newest pages (a
+        short row's all). Raises HostTierLost."""
+        row = request.row
+        self.load(request, None)
         columns = np.arange(int(self._ledger.protected[row]) // self._page, int(self._tiers.backed[row]))
         self._mover.sum_up(self._host_pages(np.full_like(columns, row), columns))
 
@@ -180,7 +183,9 @@ class TierControl:
             return False
         if request.row >= 0:
             row = request.row
-            logical = self._ledger.full_table[row, : int(self._tiers.backing[row])]
+            moving = request.state is State.TRANSFER
+            width = self._ledger.width_of(row) if moving else int(self._tiers.backing[row])
+            logical = self._ledger.full_table[row, :width]
             pages = self._tiers.pool.host_pages_of(logical)
         elif request.kept is not None:
             ticket = request.kept.ticket

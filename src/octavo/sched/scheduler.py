@@ -195,7 +195,7 @@ class Scheduler:
             if self.running and pages + decoding > self.ledger.available(pool):
                 return False
         try:
-            budget = self._budget_pages(request) if self.ledger.tiers is not None else 0
+            budget = self.budget_pages(request) if self.ledger.tiers is not None else 0
             admission = self.ledger.admit(request.tokens, namespace=request.namespace, budget_pages=budget)
         except (OutOfRows, OutOfPages):
             return False
@@ -207,7 +207,7 @@ class Scheduler:
         self._started.append(request)
         return True
 
-    def _budget_pages(self, request: Request) -> int:
+    def budget_pages(self, request: Request) -> int:
         """Host pages that the request may come to hold: they are promised to it, for KV is never computed twice."""
         reserve, p = self.config.reserve.tokens, self.ledger.page_size
         return full_budget_pages(request.prompt_tokens, request.max_tokens, self.config.context_tokens, reserve, p)
