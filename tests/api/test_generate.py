@@ -61,6 +61,17 @@ def test_chat_stream_without_usage(server: Server) -> None:
     assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
 
 
+@pytest.mark.parametrize(("path", "ask"), [("/v1/chat/completions", {"messages": HELLO}),
+                                           ("/v1/completions", {"prompt": ["a", "b"]})])  # fmt: skip
+def test_usage_in_every_chunk(server: Server, path: str, ask: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**ask, "max_tokens": 6, "ignore_eos": True, "n": 2, "seed": 3, "stream_options": options}
+    usages = [chunk["usage"] for chunk in events(server, path, body)]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == 12 * len(ask.get("prompt", [1]))
+    assert len(set(counts)) > 3 and {usage["prompt_tokens"] for usage in usages} == {usages[-1]["prompt_tokens"]}
+
+
 def test_choices_have_identities_of_their_own(server: Server) -> None:
     body = {"messages": HELLO, "max_tokens": 24, "n": 3, "temperature": 1.0, "seed": 7}
     first, second = (server.post("/v1/chat/completions", body).json() for _ in range(2))

@@ -65,6 +65,8 @@ TABLE: list[tuple[tuple[str, Any], int, str | None, str]] = [
     (chat(stream="yes"), 400, "stream", "true or false"),
     (chat(stream_options={"include_usage": True}), 400, "stream_options", "stream: true"),
     (chat(stream=True, stream_options={"colour": 1}), 400, "stream_options.colour", "unknown"),
+    (chat(stream=True, stream_options={"continuous_usage_stats": True}), 400, "stream_options.continuous_usage_stats",
+     "include_usage"),
     (chat(top_logprobs=2), 400, "top_logprobs", "logprobs: true"),
     (chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20"),
     (chat(logprobs=1), 400, "logprobs", "true or false"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.api import sse
 from octavo.api.convert import blame_field, bootstrap_of, chat_ids, chat_params, request_id_of
 from octavo.api.logprobs import chat_logprobs
-from octavo.api.tally import Tally
+from octavo.api.tally import StreamUsage, Tally
 from octavo.api.tooling import ToolPlan, ToolReader, plan_tools
 from octavo.errors import OctavoError, RequestError
 from octavo.obs import logs
@@ -93,8 +93,7 @@ class Chat:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a role chunk a choice, deltas, a finish chunk a choice, the usage."""
         head = self._head("chat.completion.chunk")
-        options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
+        usage = StreamUsage(self.tally, self.body)
         readers = self._readers()
 
         def chunk(index: int, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None,
@@ -102,7 +101,7 @@ class Chat:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             if reason is not None:
                 choice["stop_reason"] = stop
-            return sse.event({**head, "choices": [choice], **({"usage": None} if with_usage else {})})
+            return sse.event({**head, "choices": [choice], **usage.of_chunk()})
 
         yield b"".join(chunk(i, {"role": "assistant", "content": ""}) for i in range(len(readers)))
         try:
@@ -112,10 +111,9 @@ class Chat:
         except OctavoError as error:
             yield sse.error_event(error)
         else:
-            metrics = {"metrics": self.tally.metrics()} if self.body.include_metrics else {}
-            if with_usage or metrics:
-                usage = self.tally.usage() if with_usage else None
-                yield sse.event({**head, "choices": [], "usage": usage, **metrics})
+            end = usage.of_end()
+            if end is not None:
+                yield sse.event({**head, **end})
         yield sse.DONE
 
     def _delta_events(self, delta: ChoiceDelta, reader: ToolReader, chunk: Any) -> bytes:

@@ -11,7 +11,7 @@ from octavo.api import sse
 from octavo.api.convert import blame_field, bootstrap_of, completion_params, completion_prompts, request_id_of
 from octavo.api.logprobs import CompletionLogprobs, merge_completion
 from octavo.api.merge import merged
-from octavo.api.tally import Tally
+from octavo.api.tally import StreamUsage, Tally
 from octavo.errors import OctavoError, RequestError
 from octavo.obs import logs
 
@@ -109,9 +109,7 @@ class Completion:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         head = self._head("text_completion")
-        options = self.body.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        null_usage = {"usage": None} if with_usage else {}
+        usage = StreamUsage(self.tally, self.body)
         writers = self._writers()
         waiting_echo = set(writers) if self.body.echo else set()
         try:
@@ -127,14 +125,13 @@ class Completion:
                     choice = {"index": index, "text": text, "logprobs": logprobs,
                               "finish_reason": delta.finish_reason if delta.finished else None,
                               "stop_reason": delta.stop_reason if delta.finished else None}
-                    yield sse.event({**head, "choices": [choice], **null_usage})
+                    yield sse.event({**head, "choices": [choice], **usage.of_chunk()})
         except OctavoError as error:
             yield sse.error_event(error)
         else:
-            metrics = {"metrics": self.tally.metrics()} if self.body.include_metrics else {}
-            if with_usage or metrics:
-                usage = self.tally.usage() if with_usage else None
-                yield sse.event({**head, "choices": [], "usage": usage, **metrics})
+            end = usage.of_end()
+            if end is not None:
+                yield sse.event({**head, **end})
         yield sse.DONE
 
 

@@ -53,6 +53,10 @@ def _params(body: Sampled, max_tokens: int | None, max_name: str, logprobs: int 
             tool_constraint: dict[str, Any] | None) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: it is only allowed together with stream: true", param="stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise RequestError("stream_options.continuous_usage_stats: it needs include_usage: true",
+                           param="stream_options.continuous_usage_stats")
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise RequestError(f"priority: got {shown(body.priority)}; a 32-bit integer is allowed", param="priority")
     seeds = {s for s in (body.seed, body.sampling_seed) if s is not None}

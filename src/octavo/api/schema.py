@@ -50,7 +50,7 @@ def _untext(value: Any) -> str | None:
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="send a last chunk with the usage")
-    continuous_usage_stats: Literal[False] | None = Field(None, description="only false is supported")
+    continuous_usage_stats: bool | None = Field(None, description="every chunk has the usage so far")
     include_obfuscation: bool | None = Field(None, description="has no effect here")
 
 

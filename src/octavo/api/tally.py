@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.api.schema import Sampled
     from octavo.engine.messages import ChoiceDelta
 
 FIGURES = ("queue_s", "prefill_s", "ttft_s", "decode_s", "e2e_s", "decode_tokens_per_s", "kv_pages", "preemptions")
@@ -53,3 +54,27 @@ class Tally:
             first = self._metrics[0]
             out.update({name: first.get(name) for name in FIGURES})
         return out
+
+
+class StreamUsage:
+    """What the chunks of a stream say about usage: nothing, only the last one, or each (see `stream_options`)."""
+
+    def __init__(self, tally: Tally, body: Sampled) -> None:
+        options = body.stream_options
+        self._tally = tally
+        self._wanted = options is not None and bool(options.include_usage)
+        self._in_each = self._wanted and options is not None and bool(options.continuous_usage_stats)
+        self._metrics = bool(body.include_metrics)
+
+    def of_chunk(self) -> dict[str, Any]:
+        """Fields of a chunk with choices."""
+        if not self._wanted:
+            return {}
+        return {"usage": self._tally.usage() if self._in_each else None}
+
+    def of_end(self) -> dict[str, Any] | None:
+        """Fields of the last chunk, which has no choices; None: there is none."""
+        if not self._wanted and not self._metrics:
+            return None
+        metrics = {"metrics": self._tally.metrics()} if self._metrics else {}
+        return {"choices": [], "usage": self._tally.usage() if self._wanted else None, **metrics}
