@@ -8,7 +8,11 @@
 │   │   └── `ModelNotFound`
 │   ├── `RequestError`     one request: names the field
 │   │   ├── `ContextLengthExceeded`
-│   │   └── `NeverFits`    the request is larger than a whole pool
+│   │   ├── `NeverFits`    the request is larger than a whole pool
+│   │   ├── `UnknownModel` another model's name (HTTP 404)
+│   │   ├── `BodyTooLarge` (HTTP 413)
+│   │   └── `BadMediaType` not JSON (HTTP 415)
+│   ├── `Unauthorized`     the API key is missing or wrong (HTTP 401)
 │   └── `QueueFull`        try again later (HTTP 429)
 ├── `GrammarError`         a constrained answer cannot go on (a limit of the grammar engine)
 ├── `OutOfPages`           a pool cannot give what a plan needs now; the scheduler answers it, users never see it
@@ -90,6 +94,26 @@ class NeverFits(RequestError):
     """The request needs more pages than its pool has in total: waiting would not help."""
 
     code = "request_too_large"
+
+
+class UnknownModel(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "request_body_too_large"
+
+
+class BadMediaType(RequestError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Unauthorized(UserError):
+    status = 401
+    code = "invalid_api_key"
 
 
 class GrammarError(OctavoError):

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from octavo.api.convert import chat_ids
-from octavo.api.errors import UnknownModel
 from octavo.api.schema import AbortRequest, DetokenizeRequest, TokenizeRequest
 from octavo.api.scrape import kv_view, metric_values
 from octavo.api.service import Service, version
@@ -59,9 +58,7 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}", tags=["models"])
 async def model(name: str, request: Request) -> dict[str, Any]:
     service = service_of(request)
-    if not service.serves(name):
-        raise UnknownModel(f"model: {name[:120]!r} is not served here; served: {', '.join(service.names)}",
-                           param="model")
+    service.check_model(name)
     return _model(service, name)
 
 

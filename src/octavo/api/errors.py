@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from octavo.api.disconnect import ClientGone
 from octavo.api.neutral import shown
-from octavo.errors import EngineDead, OctavoError, QueueFull, RequestError
+from octavo.errors import BodyTooLarge, EngineDead, OctavoError, QueueFull, RequestError, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,26 +29,6 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-
-
-class Unauthorized(OctavoError):
-    status = 401
-    code = "invalid_api_key"
-
-
-class TooLarge(RequestError):
-    status = 413
-    code = "request_body_too_large"
-
-
-class BadMediaType(RequestError):
-    status = 415
-    code = "unsupported_media_type"
-
-
-class UnknownModel(RequestError):
-    status = 404
-    code = "model_not_found"
 
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -124,7 +104,7 @@ def _http(request: Request, error: HTTPException, endpoints: Mapping[str, list[s
         code = "invalid_json"
         message = "the request body is not valid JSON" if "parsing" in message else message
     elif error.status_code == 413:
-        code = TooLarge.code
+        code = BodyTooLarge.code
     return JSONResponse(error_body(message, error.status_code, code=code), error.status_code, headers=error.headers)
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from octavo.api.errors import BadMediaType, TooLarge, Unauthorized, response_of
-from octavo.errors import OctavoError
+from octavo.api.errors import response_of
+from octavo.errors import BadMediaType, BodyTooLarge, OctavoError, Unauthorized
 from octavo.obs.context import request_id_var
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Gate:
             return
         length = headers.get(b"content-length", b"")
         if length.isdigit() and (len(length) > 18 or int(length) > self._limit_bytes):
-            raise TooLarge(f"the request body has {length.decode()[:24]} bytes; --max-body-bytes allows "
+            raise BodyTooLarge(f"the request body has {length.decode()[:24]} bytes; --max-body-bytes allows "
                            f"{self._limit_bytes}")
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):

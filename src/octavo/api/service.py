@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo._version import __version__
-from octavo.api.errors import UnknownModel
 from octavo.api.logprobs import TokenText
 from octavo.engine.client import EngineClient, EngineState, RequestStream
 from octavo.engine.handshake import unpack_tokenizer
 from octavo.engine.messages import ChoiceDelta
 from octavo.engine.request import Bootstrap, EngineRequest
-from octavo.errors import EngineDead, OctavoError
+from octavo.errors import EngineDead, OctavoError, UnknownModel
 from octavo.obs import traces
 from octavo.obs.metrics import ServerMetrics
 from octavo.obs.rates import Rates
