@@ -47,9 +47,14 @@ def stats_values(stats: dict[str, Any]) -> dict[str, Any]:
     values["kv_pool_pages"] = {pool: pages["total"] for pool, pages in pools.items()}
     values["kv_leases"] = {pool: pages.get("leased", 0) for pool, pages in pools.items()}
     values["kv_usage"] = max((held_share(pages) for pages in pools.values()), default=0.0)
+    values["kv_tier_pages"] = {
+        (tier, state): sum(pages.get(state, 0) for name, pages in pools.items() if (name == "host") == (tier == "host"))
+        for tier in ("device", "host") for state in PAGE_STATES if tier == "device" or "host" in pools}
     tiers = stats.get("tiers", {})
-    values["kv_tier_pages"] = {(tier, state): n for tier, pages in tiers.items() for state, n in pages.items()} or {
-        ("device", state): sum(pages.get(state, 0) for pages in pools.values()) for state in PAGE_STATES}
+    if tiers:
+        values["kv_tier_hits"], values["kv_tier_swaps"] = tiers["hits"], tiers["swaps"]
+        values["kv_tier_bytes"] = {"in": tiers["bytes_in"], "out": tiers["bytes_out"]}
+        values["kv_tier_backups_waiting"], values["kv_tier_retracted"] = tiers["backups_waiting"], tiers["tickets"]
     transfers = stats.get("transfers", {})
     values["kv_transfers"] = transfers.get("results", {"done": 0, "failed": 0})
     values["kv_transfer_bytes"] = transfers.get("bytes", 0)

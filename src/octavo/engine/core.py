@@ -455,6 +455,7 @@ class EngineCore:
             line["tokens"] = len(owner.tokens) if owner is not None else None
         return {
             **books,
+            **({} if self.tiers is None else {"tiers": self.tiers.report()}),
             "scheduler": {
                 "running": len(self.scheduler.running),
                 "waiting": len(self.scheduler.waiting),
@@ -466,6 +467,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         stats = self._stats.snapshot(self.ledger, self.scheduler)
+        if self.tiers is not None:
+            stats = replace(stats, tiers=self.tiers.report())
         if self.side is None:
             return stats
         return replace(stats, waiting=stats.waiting + self.side.waiting, transfers=self.side.tally.snapshot())

@@ -263,10 +263,11 @@ def tier_line(config: EngineConfig, plan: TierPlan) -> str:
     """The start-up line of the tiers."""
     tiers, p = plan.config, config.page_size
     where = "memory" if config.host_tier_path is None else config.host_tier_path
+    selector = "" if config.page_selector == "bounds" else f"; {config.page_selector} selects, in torch operations"
     slots = f"device buffer {tiers.device_pages} pages a request, {tiers.device_slots} slots"
     host = f"host tier {tiers.host_pages} pages, {tiers.host_pages * p} tokens, "
     return (
         f"tiers    {slots}, {format_size(tiers.device_slots * plan.bytes.slot)};"
         f" {host}{format_size(tiers.host_pages * plan.bytes.host)} in {where};"
-        f" top {tiers.topk_pages} pages, {tiers.recent_tokens} newest tokens always"
+        f" top {tiers.topk_pages} pages, {tiers.recent_tokens} newest tokens always{selector}"
     )

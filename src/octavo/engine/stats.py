@@ -38,6 +38,7 @@ class EngineStats:
     pools: dict[str, dict[str, int]]
     requests: list[dict[str, Any]] = field(default_factory=list)
     transfers: dict[str, Any] = field(default_factory=dict)  # between prefill and decode servers: see disagg/tally.py
+    tiers: dict[str, Any] = field(default_factory=dict)  # with HiSparse: TierControl.report()
 
 
 class StatsKeeper:

@@ -202,8 +202,20 @@ class TierControl:
         return found
 
     def report(self) -> dict[str, Any]:
-        """The part of `kv_report()` the books do not know."""
-        return {"file_lost": self.lost}
+        """`tiers` of `kv_report()`: what the books know, and hits, swaps and bytes. Reads device counters: not on the
+        launch path."""
+        books, view = self._tiers.report(), self._mover.view
+        hits, swaps, _ = view.counts.tolist()
+        layer_bytes = view.slots[0, 0].numel() * view.slots.element_size()
+        page_bytes = self._mover.tier.page_bytes
+        return {
+            **books,
+            "hits": hits,
+            "swaps": swaps,
+            "bytes_in": swaps * layer_bytes + books["loaded_pages"] * page_bytes,
+            "bytes_out": books["backed_up_pages"] * page_bytes,
+            "file_lost": self.lost,
+        }
 
     def close(self) -> None:
         self._mover.tier.close()
