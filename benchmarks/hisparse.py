@@ -42,6 +42,7 @@ from octavo.ops.sparse_state import back_up, new_sparse_view, summarise_host_pag
 
 PIECE = 16  # tokens scored in one step, each selecting for itself
 RECENT = 64
+ANSWER_TOKENS = 20
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 NEEDLE = "The secret number of {city} is {number}. Remember it."
 QUESTION = "What is the secret number of {city}? Answer with the number only."
@@ -247,7 +248,7 @@ def needle(bench: Bench, filler: Sequence[int], length: int) -> list[dict[str, A
     p, found = bench.args.page_size, {}
     for depth in DEPTHS:
         for seed in range(bench.args.seeds):
-            prompt, number = needle_prompt(bench, filler, length - 16, depth, seed)
+            prompt, number = needle_prompt(bench, filler, length - ANSWER_TOKENS, depth, seed)
             whole = len(prompt) // p * p
             bench.prefill(prompt)
             first = int(bench.dense.argmax(bench.forward([prompt[-1:]], len(prompt) - 1, bench.kv))[0])
@@ -255,7 +256,7 @@ def needle(bench: Bench, filler: Sequence[int], length: int) -> list[dict[str, A
                 network, answer, at = bench.dense if kv.sparse is None else bench.sparse, [first], len(prompt)
                 if kv.sparse is not None and at > whole:  # the partial page: its slots are filled by a dense pass
                     network.forward(step_meta([prompt[whole:]], whole, decodes=False), kv)
-                while len(answer) < 10:
+                while len(answer) < ANSWER_TOKENS:
                     answer.append(int(network.argmax(bench.forward([answer[-1:]], at, kv))[0]))
                     bench.settle(kv, at, at + 1, 1)
                     at += 1
@@ -343,7 +344,7 @@ def main() -> None:
     with torch.inference_mode():
         for context in args.contexts:
             length = context // args.page_size * args.page_size
-            bench = Bench(args, rows, length)
+            bench = Bench(args, rows, length + ANSWER_TOKENS)
             ids = list(bench.loaded.tokenizer.encode(text))
             if "speed" in parts:
                 for streams in args.streams:
