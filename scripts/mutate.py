@@ -51,9 +51,10 @@ FIRST_BY_FILE = {
     "pool.py": ["test_pool.py"], "prefix.py": ["test_prefix.py"], "heap.py": ["test_prefix.py"],
     "policy.py": ["test_trace.py", "test_prefix.py"], "picture.py": ["test_picture.py"],
     "trace.py": ["test_trace.py"], "replay.py": ["test_trace.py"], "balance.py": ["test_planted.py"],
-    "balance_tree.py": ["test_planted.py"], "ledger_transfers.py": ["test_transfers.py"],
+    "balance_tree.py": ["test_planted.py"], "ledger_transfers.py": ["test_transfers.py", "test_tiers.py"],
+    "tiers.py": ["test_tiers.py"], "ledger_tiers.py": ["test_tiers.py"], "balance_tiers.py": ["test_tiers.py"],
 }  # fmt: skip
-LAST = ["test_trace.py", "test_picture.py", "test_machine.py"]
+LAST = ["test_tiers.py", "test_trace.py", "test_picture.py", "test_machine.py"]
 SIMULATED_MOVES = 6_000
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

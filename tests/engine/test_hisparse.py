@@ -6,7 +6,6 @@ the text is not tested here.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +245,7 @@ def test_drafts_are_as_long_as_their_pages_fit() -> None:
         ({"page_selector": "octavo.nothing:Here"}, ["page_selector", "octavo.nothing:Here", "module:Class"]),
         ({"page_selector": "octavo.errors:ConfigError"}, ["page_selector", "module:Class"]),
         ({"num_pages": None, "kv_memory": "64KiB"}, ["kv_memory", "64.0 KiB", "buffer"]),
+        ({"record_trace": "trace.jsonl"}, ["record_trace", "trace.jsonl", "hisparse"]),
         ({"role": "prefill"}, ["hisparse", "role"]),
         ({"max_model_len": 500, "num_pages": 20}, ["max_model_len", "500", "host tier"]),
         ({"hisparse": False}, ["device_pages", "--hisparse"]),
@@ -258,7 +258,18 @@ def test_a_bad_option_names_itself(options: dict[str, Any], names: list[str]) ->
     assert all(name in str(refused.value) for name in names), refused.value
 
 
-def test_hisparse_alone_works(tmp_path: Path) -> None:
+def test_the_buffer_does_not_depend_on_the_draft() -> None:
+    """Where selection begins is a matter of text: options and the model's context alone decide it."""
+    found = set()
+    for options in ({"draft": "none"}, {"draft": "ngram"}, {"draft": "ngram", "overlap": True}):
+        core = engine(**options, hisparse=True, topk_pages=2, page_size=8, recent_tokens=32)
+        assert core.ledger.tiers is not None
+        found.add(core.ledger.tiers.dense_limit)
+        core.close()
+    assert len(found) == 1
+
+
+def test_hisparse_alone_works() -> None:
     core = engine(hisparse=True)
     assert any(line.startswith("tiers ") for line in core.parts.startup_lines)
     assert run(core, [(long_prompts()[0], LONG)]) == run(engine(), [(long_prompts()[0], LONG)])

@@ -14,6 +14,7 @@ from octavo import hardware
 from octavo.backend.host_tier import HostTier
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kv.pages import ceil_pages
 from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
 from octavo.kv.tiers import TierConfig, dense_limit_tokens, least_device_pages, max_chunk_tokens, max_verify_rows
 from octavo.model.load.loader import LoadedModel
@@ -22,7 +23,7 @@ from octavo.ops.meta import PageSelector, SparseView
 from octavo.ops.sparse_state import new_sparse_view
 from octavo.options import format_size
 
-MAX_DEFAULT_ROWS = 8  # verified rows whose union of pages the default buffer is sure to hold
+DEFAULT_ROWS = 4  # verified rows whose union of pages the default buffer is sure to hold, whatever drafts
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def plan_tiers(
         raise ConfigError("max_model_len", wanted, f"the model's context is {context} tokens")
     longest = wanted or context
     row_pages = row_width_pages(longest, reserve.tokens, config.page_size)
-    device_pages = _device_pages(config, reserve, row_pages)
+    device_pages = _device_pages(config, longest)
     chunk = _chunk_tokens(config, device_pages)
     host_pages = _host_pages(config, loaded, each, row_pages)
     if config.num_pages is not None or config.num_swa_pages is not None:
@@ -87,20 +88,21 @@ def plan_tiers(
     return TierPlan(tiers, sizes, min(longest, held), chunk, drafts, each)
 
 
-def _device_pages(config: EngineConfig, reserve: DecodeReserve, row_pages: int) -> int:
-    """Pages of one request's buffer: the option, or enough for the union of a step's rows; a whole row at most."""
+def _device_pages(config: EngineConfig, longest_tokens: int) -> int:
+    """Pages of one request's buffer: the option, or enough for the union of a step's rows; at most what makes the whole
+    context dense. Text depends on it, so it must not depend on the draft."""
     p, topk, recent = config.page_size, config.topk_pages, config.recent_tokens
-    rows = min(reserve.footprint, MAX_DEFAULT_ROWS)
+    whole = ceil_pages(longest_tokens + recent, p)
     if config.device_pages is None:
-        return min(row_pages, least_device_pages(topk, recent, p, rows))
-    least = min(row_pages, least_device_pages(topk, recent, p))
+        return min(whole, least_device_pages(topk, recent, p, DEFAULT_ROWS))
+    least = min(whole, least_device_pages(topk, recent, p))
     if config.device_pages < least:
         raise ConfigError(
             "device_pages",
             config.device_pages,
             f"at least {least}: --topk-pages {topk} and the pages that always count (--recent-tokens {recent})",
         )
-    return min(config.device_pages, row_pages)
+    return min(config.device_pages, whole)
 
 
 def _chunk_tokens(config: EngineConfig, device_pages: int) -> int:
@@ -186,7 +188,7 @@ def _from_memory(
     one_row = device_pages * each.slot
     bounds = (host_pages + 1) * each.bounds
     cap = bounds + config.max_running * (one_row + row_pages * (full_bytes + swa_bytes))
-    memory = min(available // 2, cap) if config.kv_memory is None else config.kv_memory
+    memory = min(available // 4, cap) if config.kv_memory is None else config.kv_memory  # the host tier takes a half
     if config.kv_memory is not None and memory > available:
         raise ConfigError(
             "kv_memory", format_size(memory), f"{format_size(max(0, available))} are available beside the weights"

@@ -40,7 +40,7 @@ class Kept:
 
 
 class TierControl:
-    """One per engine with HiSparse. `swapped` and friends are read by reports."""
+    """One per engine with HiSparse."""
 
     def __init__(self, ledger: Ledger, runner: Runner, mover: TierMover, max_draft_tokens: int) -> None:
         if ledger.tiers is None:
@@ -49,6 +49,7 @@ class TierControl:
         self._tiers: Tiers = ledger.tiers
         self._page = ledger.page_size
         self.max_draft_tokens = max_draft_tokens
+        self.loaded_pages = 0  # of resumed and landed rows
         self.lost = 0  # times that the file was removed or cut
 
     # -- steps --
@@ -112,7 +113,6 @@ class TierControl:
         request.lease(pre.row, pre.generation, committed)
         self.load(request, kept)
         self._ledger.land(pre.row, pre.generation)
-        self._tiers.stats["resumed"] += 1
         request.move(State.DECODE)
         self._runner.resume(request, request.output.ban_ids, request.tokens[-1])
         import_seed(self._runner.drafter, pre.row, kept.seed)
@@ -131,7 +131,7 @@ class TierControl:
         if kept is not None and kept.swa is not None:
             self._restore_window(row, kept, width)
         self._ledger.end_op(op)
-        self._tiers.stats["loaded_pages"] += width - own
+        self.loaded_pages += width - own
 
     def _restore_window(self, row: int, kept: Kept, width: int) -> None:
         table, pool = self._ledger.swa_table, self._runner.kv.swa
@@ -210,9 +210,10 @@ class TierControl:
         page_bytes = self._mover.tier.page_bytes
         return {
             **books,
+            "loaded_pages": self.loaded_pages,
             "hits": hits,
             "swaps": swaps,
-            "bytes_in": swaps * layer_bytes + books["loaded_pages"] * page_bytes,
+            "bytes_in": swaps * layer_bytes + self.loaded_pages * page_bytes,
             "bytes_out": books["backed_up_pages"] * page_bytes,
             "file_lost": self.lost,
         }

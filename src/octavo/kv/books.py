@@ -68,8 +68,6 @@ class LedgerConfig:
     tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.tiers, dict):  # as a trace holds it
-            object.__setattr__(self, "tiers", TierConfig(**self.tiers))
         p = check_page_size(self.page_size)
         for option in ("max_rows", "context_tokens", "largest_reserve_tokens"):
             if getattr(self, option) < 1:

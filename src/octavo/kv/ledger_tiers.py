@@ -42,8 +42,6 @@ class TierLedger(TransferLedger):
         op = self.begin_op(at, "backup")
         tiers.backing[at] = last
         tiers.backups[op] = (at, self.generation[at].copy(), last)
-        if self.trace is not None:
-            self.trace.record("backup", rows=at, op=op)
         return Backup(op, *cell_runs(at, first, last - first))
 
     def end_backup(self, op: int, *, written: bool = True) -> None:
@@ -81,15 +79,13 @@ class TierLedger(TransferLedger):
         kept = ceil_pages(int(self.committed[row]), self.page_size)
         if self._node[row] is None or kept < protected:
             raise self._broken(2, "retract: committed lies below protected", row, kept=kept, protected=protected)
-        if self.trace is not None:
-            self.trace.record("retract", row=row)
         floor = int(self.evicted[row]) >> self._shift
         none = np.empty(0, np.int32)
         shared = self._swa.cells[row, floor:protected].copy() if self._swa is not None else none
         namespace = self._namespace_of(row)
         host = tiers.pool.part(cast(FullPages, self._full.cells[row, protected:kept].copy()))
         ticket = Ticket(
-            node=self.path_end(row), namespace=namespace, host=host, swa_first=floor, swa_shared=cast(SwaPages, shared),
+            node=self.path_end(row), namespace=namespace, host=host, swa_shared=cast(SwaPages, shared),
             committed=int(self.committed[row]), prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
         )  # fmt: skip
         tiers.tickets.append(ticket)
@@ -111,11 +107,8 @@ class TierLedger(TransferLedger):
             raise ValueError("this ledger has no host tier")
         if not ticket.open:
             raise self._broken(6, "a ticket is used twice", host_pages=len(ticket.host))
-        if self.trace is not None:
-            self.trace.record("drop_ticket", ticket=self.tiers.tickets.index(ticket))
         self.tiers.pool.host.give_back(ticket.host, PageState.HELD)
-        self.tiers.stats["dropped_tickets"] += 1
-        self._end_ticket(ticket)
+        self._end_ticket(ticket, "dropped_tickets")
 
     def unbacked(self, row: int) -> tuple[int, int]:
         """Columns [first, last) that a retraction must copy first: backed … ceil_p(committed)."""

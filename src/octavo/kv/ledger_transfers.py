@@ -95,7 +95,7 @@ class TransferLedger(LedgerBase):
         if self.tiers is not None:
             self.tiers.prefilled[row] = fill_tokens if ticket is None else ticket.prefilled
         if ticket is not None:
-            self._end_ticket(ticket)
+            self._end_ticket(ticket, "resumed")
         else:
             self.stats["queried_tokens"] += len(ids)
             self.stats["hit_tokens"] += match.pages << self._shift
@@ -131,13 +131,14 @@ class TransferLedger(LedgerBase):
         self.tiers.open_slots(row)
         return self.tiers.pool.take_for(ticket.host, PageState.LEASED)
 
-    def _end_ticket(self, ticket: Ticket) -> None:
-        """Drop what a ticket has locked. Its host pages have gone elsewhere."""
+    def _end_ticket(self, ticket: Ticket, how: str) -> None:
+        """Drop what a ticket has locked. Its host pages have gone elsewhere. `how`: "resumed" or "dropped_tickets"."""
         ticket.open = False
         self.tree.unlock_path(ticket.node)
         self.tree.unlock_swa(ticket.swa_shared)
         if self.tiers is not None:
             self.tiers.tickets.remove(ticket)
+            self.tiers.stats[how] += 1
 
     def land(self, row: int, generation: int) -> bool:
         """Every transfer of (row, generation) is final and arrived: `committed` := fill.

@@ -152,14 +152,13 @@ class Ticket:
 
     node, namespace     end of the locked path of shared pages
     host                host pages of [protected, ceil_p(committed)), in order
-    swa_shared          the tree's SWA pages that stay locked, from `swa_first` (a column) on
+    swa_shared          the tree's SWA pages that stay locked
     committed, prefilled, budget   tokens, tokens, pages: as they were in the row
     """
 
     node: Node
     namespace: str | None
     host: HostPages
-    swa_first: int
     swa_shared: SwaPages
     committed: int
     prefilled: int
@@ -181,7 +180,7 @@ class Tiers:
         self.tickets: list[Ticket] = []
         self.backups: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}  # op -> rows, generations, new backed
         self.dense_limit = dense_limit_tokens(config.device_pages, page_size, config.recent_tokens)
-        self.stats = {"backed_up_pages": 0, "loaded_pages": 0, "retracted": 0, "resumed": 0, "dropped_tickets": 0}
+        self.stats = {"backed_up_pages": 0, "retracted": 0, "resumed": 0, "dropped_tickets": 0}
         self._dirty = np.zeros(max_rows, np.bool_)
         self._renewed = np.zeros(max_rows, np.bool_)
 
