@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.parser import COMMANDS, build_parser
+from octavo.engine.process import DEFAULT_CORE
+from tests.api.serving import running
 
 pytestmark = pytest.mark.models
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +28,17 @@ def test_the_minute_of_python_runs() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "'free'" in done.stdout.splitlines()[-1]
+
+
+def test_the_minute_of_the_openai_client_runs(tmp_path: Path) -> None:
+    code = next(block for block in blocks("python") if "from openai import OpenAI" in block)
+    with running(tmp_path, core=DEFAULT_CORE, model="smollm2", kv_memory="256MiB") as server:
+        moved = code.replace("http://127.0.0.1:8000", server.url)
+        assert moved != code
+        done = subprocess.run([sys.executable, "-c", moved], capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr
+    city = json.loads(done.stdout[done.stdout.rindex("{") :])  # behind a streamed answer without a line end
+    assert isinstance(city["name"], str) and isinstance(city["people"], int)
 
 
 def test_commands_and_flags_of_the_readme_exist() -> None:
