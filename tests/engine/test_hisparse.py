@@ -68,16 +68,19 @@ def dense() -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize(("page_size", "topk_pages", "device_pages"), [(16, 6, 16), (32, 3, 9)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_all_pages_selected_the_text_is_dense(
-    kind: str, page_size: int, overlap: bool, dense: dict[str, list[list[int]]]
+    kind: str, page_size: int, topk_pages: int, device_pages: int, overlap: bool, dense: dict[str, list[list[int]]]
 ) -> None:
-    """topk_pages >= all pages: every token as without --hisparse. The buffer is one page short of the whole row."""
+    """topk_pages >= all candidates behind the length at which selection begins: every token as without --hisparse."""
     core = engine(
-        kind, page_size=page_size, overlap=overlap, num_pages=100, hisparse=True, topk_pages=16, device_pages=23,
-        recent_tokens=64, max_batched_tokens=96, sparse_dense_layers=0,
+        kind, page_size=page_size, overlap=overlap, num_pages=100, hisparse=True, topk_pages=topk_pages,
+        device_pages=device_pages, recent_tokens=128, max_batched_tokens=96, sparse_dense_layers=0,
     )  # fmt: skip
+    lengths = [len(prompt) + 40 for prompt in long_prompts()]
+    assert core.ledger.tiers is not None
+    assert core.ledger.tiers.dense_limit < max(lengths) <= (topk_pages + 1) * page_size + 128
     assert run(core, list(zip(long_prompts(), MIXED, strict=True))) == dense[kind]
 
 
