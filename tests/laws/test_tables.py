@@ -182,7 +182,7 @@ def test_eagle_values_are_at_least_one(name: str) -> None:
 
 @pytest.mark.parametrize("block_size", [0, -1, -16])
 def test_dflash_block_size_is_named(block_size: int) -> None:
-    with pytest.raises(ValueError, match=str(block_size)):
+    with pytest.raises(ValueError, match=f"block_size: got {block_size};"):
         DecodeReserve.dflash(block_size=block_size, overlap=True)
 
 
