@@ -28,12 +28,13 @@ MIXED = [
                    repetition_penalty=1.3),  # fmt: skip
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, presence_penalty=1.0, frequency_penalty=0.5),
     SamplingParams(temperature=0.6, min_p=0.02, seed=9, max_tokens=20, logit_bias={7: 3.0}, min_tokens=15),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=20, regex="(ab|[c-f]{2,3}){1,6}[.;]"),
 ]
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[list[int]]]:
-    return {kind: [solo(kind, p, s) for p, s in zip(prompts(5), MIXED, strict=True)] for kind in ("llama", "gemma3")}
+    return {kind: [solo(kind, p, s) for p, s in zip(prompts(len(MIXED)), MIXED, strict=True)] for kind in ("llama", "gemma3")}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_text_with_drafts_equals_plain_text(
     kind: str, overlap: bool, name: str, page_size: int, plain: dict[str, list[list[int]]], drafts: dict[str, str]
 ) -> None:
     core = engine(kind, page_size=page_size, overlap=overlap, max_batched_tokens=64, **options(name, kind, drafts))
-    calls = list(zip(prompts(5), MIXED, strict=True))
+    calls = list(zip(prompts(len(MIXED)), MIXED, strict=True))
     assert run(core, calls, close=False) == plain[kind]
     assert run(core, calls) == plain[kind]  # and warm
 
