@@ -131,7 +131,8 @@ class AsyncLLM:
     ) -> AsyncIterator[ChoiceOutput]:
         """Pieces of one answer as they come (`text` is the new part). Leaving the loop early aborts the request."""
         await self.start()
-        stream = self._submit(await self._tokens(prompt), params or SamplingParams(), request_id)
+        (setting,) = collect.one_each(params, 1)
+        stream = self._submit(await self._tokens(collect.checked(prompt)), setting, request_id)
         try:
             await stream.accepted
             async for delta in stream:

@@ -33,6 +33,7 @@ class LLM:
         self._core: EngineCore | None = EngineCore(self.config)
         self._numbers = itertools.count()
         self._interrupted = False
+        self._inbox: dict[str, list[ChoiceOutput]] = {}  # by open request: what a step said that nobody has read yet
 
     @property
     def core(self) -> EngineCore:
@@ -71,21 +72,18 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceOutput]:
         """Pieces of one answer as they come (`text` is the new part). Leaving the loop early aborts the request."""
         self._interrupted = False
-        request_id = self._submit(self._tokens(prompt), params or SamplingParams(), time.monotonic())
-        left = (params or SamplingParams()).n
+        (setting,) = collect.one_each(params, 1)
+        request_id = self._submit(self._tokens(collect.checked(prompt)), setting, time.monotonic())
+        left = setting.n
         try:
             while left:
-                for output in self._step([request_id]):
-                    if output.request_id != request_id:
-                        continue
+                for output in self._news([request_id]):
                     if output.error is not None:
                         raise output.error
                     left -= output.finished
                     yield output
         finally:
-            if left and self._core is not None:
-                self.core.abort(request_id)
-                self._drain()
+            self._leave([request_id], finished=not left)
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
@@ -98,13 +96,28 @@ class LLM:
         finish reason "abort". Only sets a flag, so a signal handler may call it and the books still close."""
         self._interrupted = True
 
-    def _step(self, request_ids: list[str]) -> list[ChoiceOutput]:
-        """One engine step; behind an `interrupt`, the one that ends `request_ids`."""
+    def _news(self, request_ids: list[str]) -> list[ChoiceOutput]:
+        """What there is to know about requests: from steps that others made, else from one more engine step.
+
+        Behind an `interrupt` it is the step that ends them.
+        """
         if self._interrupted:
             self._interrupted = False
             for request_id in request_ids:
                 self.core.abort(request_id)
-        return self.core.step()
+        if not any(self._inbox[request_id] for request_id in request_ids):
+            self._step()
+        news: list[ChoiceOutput] = []
+        for request_id in request_ids:
+            news.extend(self._inbox[request_id])
+            self._inbox[request_id].clear()
+        return news
+
+    def _step(self) -> None:
+        """One engine step. It moves every open request, so each gets its own news (two streams may take turns)."""
+        for output in self.core.step():
+            if output.request_id in self._inbox:
+                self._inbox[output.request_id].append(output)
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -114,7 +127,20 @@ class LLM:
     def _submit(self, tokens: list[int], params: SamplingParams, arrival_s: float) -> str:
         request_id = f"llm-{next(self._numbers)}"
         self.core.add_request(EngineRequest(request_id, tokens, params, arrival_s))
+        self._inbox[request_id] = []
         return request_id
+
+    def _leave(self, request_ids: list[str], *, finished: bool) -> None:
+        """Nobody reads these requests any more. If they have not finished they are aborted, and the step in flight
+        ends, so that the books close; requests that others read go on when those ask."""
+        for request_id in request_ids:
+            self._inbox.pop(request_id, None)
+        if finished or self._core is None:
+            return
+        for request_id in request_ids:
+            self.core.abort(request_id)
+        while self.core.has_work() and not self._inbox:
+            self._step()
 
     def _run(
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
@@ -123,15 +149,15 @@ class LLM:
         ids: list[str] = []
         self._interrupted = False
         arrival_s = time.monotonic()
+        finished = False
         try:
             for tokens, setting in zip(prompts, settings, strict=True):
                 ids.append(self._submit(tokens, setting, arrival_s))
-            return self._collect(ids, prompts, settings)
-        except BaseException:
-            for request_id in ids:
-                self.core.abort(request_id)
-            self._drain()
-            raise
+            results = self._collect(ids, prompts, settings)
+            finished = True
+            return results
+        finally:
+            self._leave(ids, finished=finished)
 
     def _collect(
         self, ids: list[str], prompts: list[list[int]], settings: list[SamplingParams]
@@ -140,18 +166,12 @@ class LLM:
         by_id = {result.request_id: result for result in results}
         left = sum(s.n for s in settings)
         while left:
-            for output in self._step(ids):
-                if output.request_id in by_id:
-                    if output.error is not None:
-                        raise output.error
-                    collect.add(by_id[output.request_id], output)
-                    left -= output.finished
+            for output in self._news(ids):
+                if output.error is not None:
+                    raise output.error
+                collect.add(by_id[output.request_id], output)
+                left -= output.finished
         return results
-
-    def _drain(self) -> None:
-        """After an abort: let steps in flight finish, so that the books close."""
-        while self.core.has_work():
-            self.core.step()
 
     # -- books ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 from octavo.engine.messages import ChoiceDelta
 from octavo.engine.output import CompletionOutput, RequestOutput
@@ -14,17 +15,46 @@ Prompt = str | Sequence[int]
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. A list of numbers is one prompt."""
+    """One prompt or many, as a list. A list of numbers is one prompt. Raises `RequestError` for anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    items = _items(prompts)
+    if items and _is_id(items[0]):
+        return [checked(items)]
+    return [checked(item) for item in items]
+
+
+def checked(prompt: object) -> Prompt:
+    """A text, or token ids as plain integers. Raises `RequestError` naming what was given."""
+    if isinstance(prompt, str):
+        return prompt
+    ids = _items(prompt)
+    for token in ids:
+        if not _is_id(token):
+            raise RequestError(f"prompt: got {token!r} among token ids; whole numbers are allowed", param="prompt")
+    return [int(token) for token in ids]
+
+
+def _items(value: object) -> list[Any]:
+    """The items of a list, a tuple or an array."""
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping):
+        return list(value)
+    kind = type(value).__name__
+    raise RequestError(f"prompt: got {kind}; text, a list of token ids, or a list of either is allowed", param="prompt")
+
+
+def _is_id(value: object) -> bool:
+    """Whole numbers of any library, truth values apart."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and not isinstance(value, Iterable)
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
-    """Parameters of each prompt: the same for all, or one each. Raises `RequestError` for another number."""
-    settings = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * prompts
+    """Parameters of each prompt: the same for all, or one each. Raises `RequestError` for another number or kind."""
+    given = [SamplingParams()] if params is None else list(params) if isinstance(params, Sequence) else [params]
+    for item in given:
+        if not isinstance(item, SamplingParams):
+            raise RequestError(f"params: got {item!r}; SamplingParams are allowed, one or one each", param="params")
+    settings = given if isinstance(params, Sequence) else given * prompts
     if len(settings) != prompts:
         raise RequestError(f"{len(settings)} params for {prompts} prompts: give one, or one each", param="params")
     return settings
