@@ -206,6 +206,17 @@ def test_unusable_model_is_one_error_and_no_server(tmp_path: Path) -> None:
     assert "ModelError" in said and "broken.gguf" in said and "Traceback" not in said
 
 
+def test_a_full_disk_ends_the_trace_and_not_the_server(tmp_path: Path) -> None:
+    with running(tmp_path, record_trace="/dev/full") as server:
+        for number in range(40):  # more than what the file's buffer holds
+            body = {"prompt": f"{number} " * 40, "max_tokens": 2}
+            assert server.post("/v1/completions", body).status_code == 200
+        assert server.get("/health").status_code == 200
+        assert stop(server) == 0
+    said = server.log.read_text()
+    assert said.count("the trace ends here") == 1 and "/dev/full" in said and "No space left" in said
+
+
 def test_bad_tls_files_are_named(tmp_path: Path) -> None:
     nonsense = tmp_path / "cert.pem"
     nonsense.write_text("no certificate")

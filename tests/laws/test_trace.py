@@ -242,3 +242,18 @@ def test_a_trace_is_lines_of_json(tmp_path: Path) -> None:
     record(tmp_path / "trace", SETUPS[1], moves=40)
     lines = (tmp_path / "trace").read_text().splitlines()
     assert len(lines) > 20 and all(isinstance(json.loads(line), dict) for line in lines)
+
+
+def test_a_full_disk_ends_the_trace_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with TraceWriter("/dev/full") as writer:
+        for row in range(5000):
+            writer.record("release", row=row)
+    assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+    with TraceWriter("/dev/full") as short:
+        short.record("release", row=1)  # fits the buffer: closing finds out
+    assert len(caplog.records) == 2
+
+
+def test_a_trace_that_cannot_be_opened_is_an_option_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="record_trace"):
+        TraceWriter(tmp_path / "no folder" / "trace")

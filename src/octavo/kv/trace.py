@@ -7,18 +7,21 @@ The first line holds the format version and the configuration, every other line 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from octavo.errors import UserError
+from octavo.errors import ConfigError, UserError
 from octavo.kv.books import LedgerConfig
 from octavo.kv.replay import replay_calls
 
 FORMAT = 1
+_LOG = logging.getLogger("octavo.trace")
 
 
 class TraceError(UserError):
@@ -28,10 +31,18 @@ class TraceError(UserError):
 
 
 class TraceWriter:
-    """Give it to `Ledger(config, trace=TraceWriter(path))`; close it when the ledger is done."""
+    """Give it to `Ledger(config, trace=TraceWriter(path))`; close it when the ledger is done.
+
+    A disk that fills up ends the recording with a line in the log, not the work that is recorded.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._file: IO[str] = open(path, "w", encoding="utf-8")
+        """Raises `ConfigError` where the file cannot be opened."""
+        self._path = path
+        try:
+            self._file: IO[str] | None = open(path, "w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("record_trace", str(path), f"a file that can be written is needed ({error})") from None
 
     def begin(self, config: LedgerConfig) -> None:
         self._write({"octavo_trace": FORMAT, "config": asdict(config)})
@@ -40,7 +51,12 @@ class TraceWriter:
         self._write({"call": call, **fields})
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
+        self._file = None
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -49,7 +65,19 @@ class TraceWriter:
         self.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, default=_plain, separators=(",", ":")) + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, default=_plain, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        _LOG.error("%s: the trace ends here, incomplete (%s)", self._path, error.strerror)
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
 
 def _plain(value: Any) -> Any:
