@@ -1,7 +1,8 @@
 """HiSparse against dense attention: speed, memory and quality of decode steps by length and number of pages.
 
     python benchmarks/hisparse.py --seeds 20      the figures of docs/hisparse.md: hours
-    python benchmarks/hisparse.py --contexts 1024 --steps 8 --windows 1 --scored 64 --seeds 1   minutes
+    python benchmarks/hisparse.py --parts speed --streams 1 --fractions 4,8,16 --json s.json --plot s.svg
+    python benchmarks/hisparse.py --parts perplexity,needle --minutes 5 --json q.json --plot q.svg
     python benchmarks/hisparse.py --parts speed --model gemma3-270m --contexts 8192
 
 One dense prefill serves a whole line of settings: its pages, all layers of the model, are the host tier of the sparse
@@ -66,6 +67,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, rows: int, tokens: int) -> None:
         self.args, self.rows = args, rows
+        self.deadline = math.inf
         self.loaded = load_model(args.model, accept_license=True)
         common: dict[str, Any] = {
             "dtype": torch.float32, "page_size": args.page_size, "kv_dtype": getattr(torch, args.kv_dtype),
@@ -81,6 +83,10 @@ class Bench:
             raise SystemExit("this model has no full-attention layer")
         self.host = self.kv.full
         self.width = self.kv.full_table.shape[1]
+
+    def out_of_time(self, done: int) -> bool:
+        """Whether --minutes are over; the first window or seed is always measured."""
+        return done > 0 and time.perf_counter() > self.deadline
 
     def prefill(self, ids: Sequence[int], *, copies: int = 1) -> None:
         """Dense prefill of row 0; its pages are copied for rows 1 … copies - 1."""
@@ -192,7 +198,7 @@ def perplexity(bench: Bench, ids: Sequence[int], length: int) -> list[dict[str, 
     for window in range(bench.args.windows):
         first = window * (length + 257)
         piece = ids[first : first + length + 1]
-        if len(piece) < length + 1:
+        if len(piece) < length + 1 or bench.out_of_time(window):
             break
         start = (length - scored) // bench.args.page_size * bench.args.page_size
         bench.prefill(piece[:start])
@@ -246,8 +252,10 @@ def needle_prompt(bench: Bench, filler: Sequence[int], length: int, depth: float
 def needle(bench: Bench, filler: Sequence[int], length: int) -> list[dict[str, Any]]:
     """Share of numbers found at each depth."""
     p, found = bench.args.page_size, {}
-    for depth in DEPTHS:
-        for seed in range(bench.args.seeds):
+    for seed in range(bench.args.seeds):
+        if bench.out_of_time(seed):
+            break
+        for depth in DEPTHS:
             prompt, number = needle_prompt(bench, filler, length - ANSWER_TOKENS, depth, seed)
             whole = len(prompt) // p * p
             bench.prefill(prompt)
@@ -324,6 +332,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=4, help="windows of text scored at each length")
     parser.add_argument("--scored", type=int, default=256, help="tokens scored of each window")
     parser.add_argument("--seeds", type=int, default=4, help="needles at each depth")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="of perplexity and needles, shared by contexts (0: no limit)"
+    )
     parser.add_argument("--text", help="text file (default: Python's help topics)")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--page-size", type=int, default=16)
@@ -349,8 +360,12 @@ def main() -> None:
             if "speed" in parts:
                 for streams in args.streams:
                     result["speed"] += speed(bench, ids, length - PIECE, streams)
+            quality = [part for part in parts if part != "speed"]
+            share = 60 * args.minutes / max(1, len(quality) * len(args.contexts)) if args.minutes else math.inf
+            bench.deadline = time.perf_counter() + share
             if "perplexity" in parts:
                 result["perplexity"] += perplexity(bench, ids, length)
+            bench.deadline = time.perf_counter() + share
             if "needle" in parts:
                 result["needle"] += needle(bench, ids, length)
             del bench
