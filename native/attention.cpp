@@ -12,14 +12,6 @@ struct Visible {
   int64_t low, shared, high;  // low <= logical < high; below `shared` logical index and slot are the same
 };
 
-// Keys of one page and their values, asked for while the ones before them are worked on.
-void prefetch(const uint8_t* keys, int64_t bytes, int64_t to_values) {
-  for (int64_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(keys + i, 0, 2);
-    __builtin_prefetch(keys + to_values + i, 0, 2);
-  }
-}
-
 Visible visible(const octavo_run& run, int64_t token, int64_t sequence, int window) {
   Visible v{};
   if (run.mask) {
@@ -58,6 +50,8 @@ void AttnPlan::build(const octavo_run& run, int threads) {
   }
   by_split_ = (int)items_.size() < 4 * threads && splits > (int)items_.size();
   split_total_ = splits;
+  // A thread walks several splits in a row, so that the keys of the next one are asked for in time.
+  chunks_ = by_split_ ? std::min(splits, 8 * threads) : (int)items_.size();
   if (by_split_) {
     split_item_.resize((size_t)splits);
     for (size_t i = 0; i < items_.size(); i++)
@@ -98,10 +92,11 @@ int AttnPlan::load(const octavo_run& run, const AttnOp& op, const Item& item, in
     if (page < 0 || page >= run.kv_pages[op.pool]) flags |= OCTAVO_BAD_PAGE, page = 0;
     return pages + (page * run.kv_page_elements[op.pool] + head_at + (slot % ps) * hd) * element;
   };
-  int64_t first = kSplit, last = 0;
+  int64_t first = kSplit, last = 0, shared_end = 0;
   for (int i = 0; i < item.tokens; i++) {
     const int64_t token = item.token + i;
     const Visible v = visible(run, token, item.sequence, op.window);
+    shared_end = std::max(shared_end, v.shared);
     const int low = (int)std::min<int64_t>(std::max<int64_t>(v.low - base, 0), kSplit);
     const int high = (int)std::min<int64_t>(std::max<int64_t>(v.shared - base, 0), kSplit);
     if (low < high) first = std::min<int64_t>(first, low), last = std::max<int64_t>(last, high);
@@ -126,19 +121,18 @@ int AttnPlan::load(const octavo_run& run, const AttnOp& op, const Item& item, in
   }
   t.first = first < last ? (int)first : 0;
   t.shared = first < last ? (int)(last - first) : 0;
-  const bool few = item.tokens <= 2;  // decode: keys come from memory, page by page, and nothing else is read ahead
   const uint8_t* k = nullptr;
+  auto step = [&](int64_t slot) {
+    k = !k || slot % ps == 0 ? key(slot) : k + hd * element;
+    return k;
+  };
   for (int i = 0; i < t.shared; i++) {
-    const int64_t slot = base + t.first + i;
-    if (!k || slot % ps == 0) {
-      k = key(slot);
-      if (few) prefetch(k, std::min<int64_t>(ps - slot % ps, t.shared - i) * hd * element, values * element);
-    } else {
-      k += hd * element;
-    }
-    t.k[i] = k;
+    t.k[i] = step(base + t.first + i);
     t.v[i] = k + values * element;
   }
+  look_ahead(t);
+  if (t.shared && t.first + t.shared == kSplit && split + 1 < item.split_end)
+    for (int i = 0; i < kAhead && base + kSplit + i < shared_end; i++) t.v[t.shared + i] = step(base + kSplit + i);
   t.queries = item.tokens * item.heads;
   t.head_dim = op.head_dim;
   t.bf16 = run.kv_bf16 != 0;
@@ -159,40 +153,32 @@ void AttnPlan::store(const AttnOp& op, const KernelTable& k, const Item& item, c
     }
 }
 
+void AttnPlan::prepare(Scratch& s, int head_dim) const {
+  const size_t need = (size_t)kTileQueries * (size_t)head_dim;
+  if (s.acc.size() >= need) return;
+  s.acc.resize(need);
+  s.part_acc.resize(need);
+  s.turned.resize((size_t)kTurnedKeys * (size_t)head_dim);
+}
+
+void AttnPlan::set_queries(const AttnOp& op, const Item& item, const float* q, int64_t ldq, AttnTile& tile) const {
+  for (int r = 0; r < item.tokens * item.heads; r++)
+    tile.q[r] = q + (item.token + r / item.heads) * ldq + (int64_t)(item.head + r % item.heads) * op.head_dim;
+}
+
 int AttnPlan::run_chunk(const octavo_run& run, const AttnOp& op, const KernelTable& k, const float* q, int64_t ldq,
                         float* out, int64_t ldo, int index, Scratch& s) {
-  const int hd = op.head_dim;
-  const size_t need = (size_t)kTileQueries * (size_t)hd;
-  if (s.acc.size() < need) {
-    s.acc.resize(need);
-    s.part_acc.resize(need);
-    s.turned.resize((size_t)kTurnedKeys * (size_t)hd);
-  }
-  const int which = by_split_ ? split_item_[(size_t)index] : index;
-  const Item& item = items_[(size_t)which];
-  const int queries = item.tokens * item.heads;
-  for (int r = 0; r < queries; r++)
-    s.tile.q[r] = q + (item.token + r / item.heads) * ldq + (int64_t)(item.head + r % item.heads) * hd;
+  prepare(s, op.head_dim);
   int flags = 0;
   if (by_split_) {
-    AttnState* state = partial_state_.data() + (size_t)index * kTileQueries;
-    float* acc = partial_acc_.data() + (size_t)index * need;
-    const int split = item.split_begin + index - item.partial, splits = item.split_end - item.split_begin;
-    if (splits > 0) {
-      flags |= load(run, op, item, split, s);
-      k.attend(s.tile, s.turned.data(), state, acc);
-    } else {
-      for (int r = 0; r < queries; r++) state[r] = {-INFINITY, 0.0f};
-    }
-    if (finished_[(size_t)which].fetch_add(1, std::memory_order_acq_rel) + 1 < std::max(1, splits)) return flags;
-    state = partial_state_.data() + (size_t)item.partial * kTileQueries;
-    acc = partial_acc_.data() + (size_t)item.partial * need;
-    for (int p = 1; p < splits; p++)
-      for (int r = 0; r < queries; r++)
-        k.combine(state + r, acc + (size_t)r * hd, state[p * kTileQueries + r], acc + (size_t)p * need + (size_t)r * hd, hd);
-    store(op, k, item, state, acc, out, ldo);
+    const int begin = (int)((int64_t)split_total_ * index / chunks_);
+    const int end = (int)((int64_t)split_total_ * (index + 1) / chunks_);
+    for (int split = begin; split < end; split++) flags |= run_split(run, op, k, q, ldq, out, ldo, split, s);
     return flags;
   }
+  const Item& item = items_[(size_t)index];
+  const int queries = item.tokens * item.heads, hd = op.head_dim;
+  set_queries(op, item, q, ldq, s.tile);
   for (int r = 0; r < queries; r++) s.state[r] = {-INFINITY, 0.0f};
   for (int split = item.split_begin; split < item.split_end; split++) {
     flags |= load(run, op, item, split, s);
@@ -201,6 +187,34 @@ int AttnPlan::run_chunk(const octavo_run& run, const AttnOp& op, const KernelTab
       k.combine(s.state + r, s.acc.data() + (size_t)r * hd, s.part[r], s.part_acc.data() + (size_t)r * hd, hd);
   }
   store(op, k, item, s.state, s.acc.data(), out, ldo);
+  return flags;
+}
+
+// One split of one item; whoever finishes an item's last split combines all of them.
+int AttnPlan::run_split(const octavo_run& run, const AttnOp& op, const KernelTable& k, const float* q, int64_t ldq,
+                        float* out, int64_t ldo, int index, Scratch& s) {
+  const int hd = op.head_dim, which = split_item_[(size_t)index];
+  const size_t need = (size_t)kTileQueries * (size_t)hd;
+  const Item& item = items_[(size_t)which];
+  const int queries = item.tokens * item.heads;
+  const int split = item.split_begin + index - item.partial, splits = item.split_end - item.split_begin;
+  AttnState* state = partial_state_.data() + (size_t)index * kTileQueries;
+  float* acc = partial_acc_.data() + (size_t)index * need;
+  int flags = 0;
+  if (splits > 0) {
+    set_queries(op, item, q, ldq, s.tile);
+    flags |= load(run, op, item, split, s);
+    k.attend(s.tile, s.turned.data(), state, acc);
+  } else {
+    for (int r = 0; r < queries; r++) state[r] = {-INFINITY, 0.0f};
+  }
+  if (finished_[(size_t)which].fetch_add(1, std::memory_order_acq_rel) + 1 < std::max(1, splits)) return flags;
+  state = partial_state_.data() + (size_t)item.partial * kTileQueries;
+  acc = partial_acc_.data() + (size_t)item.partial * need;
+  for (int p = 1; p < splits; p++)
+    for (int r = 0; r < queries; r++)
+      k.combine(state + r, acc + (size_t)r * hd, state[p * kTileQueries + r], acc + (size_t)p * need + (size_t)r * hd, hd);
+  store(op, k, item, state, acc, out, ldo);
   return flags;
 }
 

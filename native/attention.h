@@ -24,7 +24,7 @@ class AttnPlan {
   const int window, heads, kv_heads;
 
   void build(const octavo_run& run, int threads);
-  int chunks() const { return by_split_ ? split_total_ : (int)items_.size(); }
+  int chunks() const { return chunks_; }
 
   struct Scratch {  // one per thread
     AttnTile tile;
@@ -46,14 +46,18 @@ class AttnPlan {
     int partial;                      // first partial slot (by_split only)
   };
   int load(const octavo_run& run, const AttnOp& op, const Item& item, int split, Scratch& s) const;
+  void prepare(Scratch& s, int head_dim) const;
+  void set_queries(const AttnOp& op, const Item& item, const float* q, int64_t ldq, AttnTile& tile) const;
+  int run_split(const octavo_run& run, const AttnOp& op, const KernelTable& k, const float* q, int64_t ldq, float* out,
+                int64_t ldo, int index, Scratch& s);
   void store(const AttnOp& op, const KernelTable& k, const Item& item, const AttnState* state, const float* acc,
              float* out, int64_t ldo) const;
 
   std::vector<Item> items_;
-  std::vector<int> split_item_;       // item of a split chunk
-  int split_total_ = 0;
+  std::vector<int> split_item_;       // item of a partial slot
+  int split_total_ = 0, chunks_ = 0;
   bool by_split_ = false;
-  std::vector<float> partial_acc_;    // [split chunk][kTileQueries][head_dim]
+  std::vector<float> partial_acc_;    // [partial slot][kTileQueries][head_dim]
   std::vector<AttnState> partial_state_;
   std::unique_ptr<std::atomic<int>[]> finished_;
   size_t finished_capacity_ = 0;

@@ -299,6 +299,22 @@ inline F load_kv_n(const void* p, int d, int lanes) {
 // chain of multiply-adds over the head in its order, whatever the vector width and however many queries share the work.
 constexpr int kKeys = kTurnedKeys;
 
+// Asks for one line of memory. Askings that come faster than memory answers are dropped by some processors: they are
+// spread over the arithmetic on the rows before, one line to a few cycles.
+inline void ask(const void* p, int byte) { __builtin_prefetch((const void*)((uintptr_t)p + (uintptr_t)byte), 0, 3); }
+
+// Reads one byte of each line of n rows in their order: what was asked for is there, and the processor's own prefetcher
+// follows the rest, which it does not where sixteen rows are read side by side.
+inline void touch(const void* const* rows, int n, int bytes) {
+#if defined(__GNUC__)
+  for (int i = 0; i < n; i++)
+    for (int b = 0; b < bytes; b += 64) {
+      const uint8_t byte = *((const uint8_t*)rows[i] + b);
+      asm volatile("" ::"r"(byte));
+    }
+#endif
+}
+
 template <bool Bf16>
 inline void turn_keys(const void* const* k, int keys, int head_dim, float* to) {  // to[group][d][16]
   for (int g = 0; g < keys; g += 16, to += 16 * head_dim) {
@@ -317,14 +333,16 @@ inline void turn_keys(const void* const* k, int keys, int head_dim, float* to) {
   }
 }
 
-// R queries with G groups of sixteen turned keys
-template <int R, int G>
-inline void score_tile(const float* const* q, const float* turned, int head_dim, float* out, int64_t ldo) {
+// R queries with G groups of sixteen turned keys. Meanwhile the first bytes of the 16 G rows of `ahead`, as many as a
+// row has, are asked for.
+template <int R, int G, bool Bf16>
+inline void score_tile(const float* const* q, const float* turned, int head_dim, float* out, int64_t ldo,
+                       const void* const* ahead) {
   F s[R][G];
   for (int r = 0; r < R; r++)
     for (int g = 0; g < G; g++) s[r][g] = f_set(0.0f);
   const float* t = turned;
-  for (int d = 0; d < head_dim; d++, t += 16) {
+  auto step = [&](int d) {
     F x[G];
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) x[g] = f_load(t + (int64_t)g * 16 * head_dim);
@@ -334,35 +352,52 @@ inline void score_tile(const float* const* q, const float* turned, int head_dim,
 #pragma GCC unroll 2
       for (int g = 0; g < G; g++) s[r][g] = f_fma(y, x[g], s[r][g]);
     }
+    t += 16;
+  };
+  int d = 0;
+  if (ahead) {
+    const int part = head_dim / 16, lines = Bf16 ? (part + 1) / 2 : part;  // a line is 16 floats
+    for (int row = 0; row < 16; row++)
+      for (int i = 0; i < part; i++, d++) {
+        if (i < lines) {
+          ask(ahead[row], 64 * i);
+          if (G == 2) ask(ahead[16 + row], 64 * i);
+        }
+        step(d);
+      }
   }
+  for (; d < head_dim; d++) step(d);
   for (int r = 0; r < R; r++)
     for (int g = 0; g < G; g++) f_store(out + r * ldo + 16 * g, s[r][g]);
 }
 
-// Writes scores of keys 0 … keys-1 and, up to the next multiple of sixteen, some that mean nothing.
-template <bool Bf16>
+// Writes scores of keys 0 … keys-1 and, up to the next multiple of sixteen, some that mean nothing. With Ahead, k has
+// kAhead rows behind its keys that are asked for.
+template <bool Bf16, bool Ahead>
 inline void scores(const float* const* q, int queries, const void* const* k, int keys, int head_dim, float* turned,
                    float* out, int64_t ldo) {
   for (int i = 0; i < keys; i += kKeys) {
     const int strip = keys - i < kKeys ? keys - i : kKeys, groups = (strip + 15) / 16;
+    if (Ahead) touch(k + i, strip, head_dim * (Bf16 ? 2 : 4));
     turn_keys<Bf16>(k + i, strip, head_dim, turned);
     for (int r = 0; r < queries;) {
       const int left = queries - r, take = left >= 6 ? 6 : left >= 4 ? 4 : left;
       float* to = out + r * ldo + i;
+      const void* const* next = Ahead && r == 0 ? k + i + strip : nullptr;
       if (take <= 2 && groups == 2) {
         if (take == 2)
-          score_tile<2, 2>(q + r, turned, head_dim, to, ldo);
+          score_tile<2, 2, Bf16>(q + r, turned, head_dim, to, ldo, next);
         else
-          score_tile<1, 2>(q + r, turned, head_dim, to, ldo);
+          score_tile<1, 2, Bf16>(q + r, turned, head_dim, to, ldo, next);
       } else {
         const float* t = turned;
-        for (int g = 0; g < groups; g++, t += 16 * head_dim, to += 16) {
+        for (int g = 0; g < groups; g++, t += 16 * head_dim, to += 16, next = next ? next + 16 : next) {
           switch (take) {
-            case 6: score_tile<6, 1>(q + r, t, head_dim, to, ldo); break;
-            case 4: score_tile<4, 1>(q + r, t, head_dim, to, ldo); break;
-            case 3: score_tile<3, 1>(q + r, t, head_dim, to, ldo); break;
-            case 2: score_tile<2, 1>(q + r, t, head_dim, to, ldo); break;
-            default: score_tile<1, 1>(q + r, t, head_dim, to, ldo); break;
+            case 6: score_tile<6, 1, Bf16>(q + r, t, head_dim, to, ldo, next); break;
+            case 4: score_tile<4, 1, Bf16>(q + r, t, head_dim, to, ldo, next); break;
+            case 3: score_tile<3, 1, Bf16>(q + r, t, head_dim, to, ldo, next); break;
+            case 2: score_tile<2, 1, Bf16>(q + r, t, head_dim, to, ldo, next); break;
+            default: score_tile<1, 1, Bf16>(q + r, t, head_dim, to, ldo, next); break;
           }
         }
       }
@@ -372,7 +407,7 @@ inline void scores(const float* const* q, int queries, const void* const* k, int
 }
 
 // acc[r][d] = fma(p[r][i], v[i][d], acc[r][d]) for i in order, D vectors of 16 at a time
-template <int R, int D, bool Bf16>
+template <int R, int D, bool Bf16, bool Ahead>
 inline void values_tile(const float* const* p, const void* const* v, int keys, int d, float* acc, int64_t lda) {
   F s[R][D];
   for (int r = 0; r < R; r++)
@@ -381,6 +416,8 @@ inline void values_tile(const float* const* p, const void* const* v, int keys, i
     F x[D];
 #pragma GCC unroll 4
     for (int j = 0; j < D; j++) x[j] = load_kv<Bf16>(v[i], d + 16 * j);
+    if (Ahead && (!Bf16 || d % 32 == 0))
+      for (int j = 0; j < D; j += Bf16 ? 2 : 1) ask(v[keys + i], (d + 16 * j) * (Bf16 ? 2 : 4));
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       const F w = f_set(p[r][i]);
@@ -394,13 +431,13 @@ inline void values_tile(const float* const* p, const void* const* v, int keys, i
 
 // R x D vectors of accumulators, D of values and one weight fit the sixteen registers of AVX2 (a vector is two there):
 // an accumulator in memory would cost its store-to-load delay per key.
-template <int R, bool Bf16>
+template <int R, bool Bf16, bool Ahead>
 inline void values_rows(const float* const* p, const void* const* v, int keys, int head_dim, float* acc, int64_t lda) {
   constexpr int D = R == 1 ? 4 : R == 2 ? 2 : 1;
   int d = 0;
-  for (; d + 16 * D <= head_dim; d += 16 * D) values_tile<R, D, Bf16>(p, v, keys, d, acc, lda);
+  for (; d + 16 * D <= head_dim; d += 16 * D) values_tile<R, D, Bf16, Ahead>(p, v, keys, d, acc, lda);
   if (D > 1)
-    for (; d + 16 <= head_dim; d += 16) values_tile<R, 1, Bf16>(p, v, keys, d, acc, lda);
+    for (; d + 16 <= head_dim; d += 16) values_tile<R, 1, Bf16, Ahead>(p, v, keys, d, acc, lda);
   const int left = head_dim - d;
   if (!left) return;
   for (int r = 0; r < R; r++) {
@@ -410,25 +447,34 @@ inline void values_rows(const float* const* p, const void* const* v, int keys, i
   }
 }
 
+template <bool Bf16, bool Ahead>
+inline void values_some(int take, const float* const* p, const void* const* v, int keys, int head_dim, float* acc) {
+  switch (take) {
+    case 6: values_rows<6, Bf16, Ahead>(p, v, keys, head_dim, acc, head_dim); break;
+    case 4: values_rows<4, Bf16, Ahead>(p, v, keys, head_dim, acc, head_dim); break;
+    case 3: values_rows<3, Bf16, Ahead>(p, v, keys, head_dim, acc, head_dim); break;
+    case 2: values_rows<2, Bf16, Ahead>(p, v, keys, head_dim, acc, head_dim); break;
+    default: values_rows<1, Bf16, Ahead>(p, v, keys, head_dim, acc, head_dim); break;
+  }
+}
+
 // Keys in strips that stay in the first-level cache while all queries pass over them; the order per query is the same.
 constexpr int kStrip = 32;
 
-template <bool Bf16>
+template <bool Bf16, bool Ahead>
 inline void values(const float* const* p, int queries, const void* const* v, int keys, int head_dim, float* acc) {
   for (int i = 0; i < keys; i += kStrip) {
     const int strip = keys - i < kStrip ? keys - i : kStrip;
+    if (Ahead) touch(v + i, strip, head_dim * (Bf16 ? 2 : 4));
     for (int r = 0; r < queries;) {
       const int left = queries - r, take = left >= 6 ? 6 : left >= 4 ? 4 : left;
       const float* at[6];
       for (int s = 0; s < take; s++) at[s] = p[r + s] + i;
       float* to = acc + (int64_t)r * head_dim;
-      switch (take) {
-        case 6: values_rows<6, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
-        case 4: values_rows<4, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
-        case 3: values_rows<3, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
-        case 2: values_rows<2, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
-        default: values_rows<1, Bf16>(at, v + i, strip, head_dim, to, head_dim); break;
-      }
+      if (Ahead && r == 0)
+        values_some<Bf16, true>(take, at, v + i, strip, head_dim, to);
+      else
+        values_some<Bf16, false>(take, at, v + i, strip, head_dim, to);
       r += take;
     }
   }
@@ -457,7 +503,7 @@ inline AttnState softmax_split(float* s, int begin, int end, float scale_factor)
 template <bool Bf16>
 void attend_as(const AttnTile& t, float* turned, AttnState* state, float* acc) {
   alignas(64) float s[kTileQueries][kSplit];
-  alignas(64) float raw[kTileQueries][kSplit + 16];
+  alignas(64) float raw[kTileQueries * (kSplit + 16)];
   const float* p[kTileQueries];
   int begin = t.first, end = t.first + t.shared;
   for (int r = 0; r < t.queries; r++)
@@ -467,15 +513,15 @@ void attend_as(const AttnTile& t, float* turned, AttnState* state, float* acc) {
     }
   begin = begin / 16 * 16;
   end = (end + 15) / 16 * 16;
-  scores<Bf16>(t.q, t.queries, t.k, t.shared, t.head_dim, turned, raw[0], kSplit + 16);
+  scores<Bf16, true>(t.q, t.queries, t.k, t.shared, t.head_dim, turned, raw, kSplit + 16);
   for (int r = 0; r < t.queries; r++) {
     for (int i = begin; i < end; i += 16) f_store(s[r] + i, f_set(-INFINITY));
     const int low = t.low[r] > t.first ? t.low[r] : t.first;
     const int high = t.high[r] < t.first + t.shared ? t.high[r] : t.first + t.shared;
-    if (low < high) std::memcpy(s[r] + low, raw[r] + low - t.first, (size_t)(high - low) * 4);
+    if (low < high) std::memcpy(s[r] + low, raw + r * (kSplit + 16) + low - t.first, (size_t)(high - low) * 4);
     if (t.own[r]) {
       float own[64];
-      scores<Bf16>(t.q + r, 1, t.ok[r], t.own[r], t.head_dim, turned, own, 64);
+      scores<Bf16, false>(t.q + r, 1, t.ok[r], t.own[r], t.head_dim, turned, own, 64);
       for (int i = 0; i < t.own[r]; i++) s[r][t.own_first[r] + i] = own[i];
     }
     if (high <= low && !t.own[r]) {  // nothing of this split is visible to this query
@@ -487,10 +533,10 @@ void attend_as(const AttnTile& t, float* turned, AttnState* state, float* acc) {
     p[r] = s[r] + t.first;
   }
   std::memset(acc, 0, sizeof(float) * (size_t)t.queries * (size_t)t.head_dim);
-  values<Bf16>(p, t.queries, t.v, t.shared, t.head_dim, acc);
+  values<Bf16, true>(p, t.queries, t.v, t.shared, t.head_dim, acc);
   for (int r = 0; r < t.queries; r++) {
     const float* own = s[r] + t.own_first[r];
-    if (t.own[r]) values<Bf16>(&own, 1, t.ov[r], t.own[r], t.head_dim, acc + (int64_t)r * t.head_dim);
+    if (t.own[r]) values<Bf16, false>(&own, 1, t.ov[r], t.own[r], t.head_dim, acc + (int64_t)r * t.head_dim);
   }
 }
 

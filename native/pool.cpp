@@ -41,7 +41,12 @@ int cpu_here() {
 }  // namespace
 
 Pool::Pool(int threads, const std::vector<int>& cpus, double spin_us) : cpus_(cpus), spin_us_(spin_us) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { worker(i); });
+  for (int i = 1; i < threads; i++) {
+    workers_.emplace_back([this, i] { worker(i); });
+#if defined(__linux__)
+    pthread_setname_np(workers_.back().native_handle(), ("octavo-" + std::to_string(i)).c_str());
+#endif
+  }
 }
 
 // The caller is not ours to pin: wherever it runs, the workers take other cores. A worker pinned to the core the caller
@@ -135,9 +140,6 @@ void Pool::work(uint32_t epoch, uint32_t stage, int thread) {
 }
 
 void Pool::worker(int thread) {
-#if defined(__linux__)
-  pthread_setname_np(pthread_self(), ("octavo-" + std::to_string(thread)).c_str());
-#endif
   using Clock = std::chrono::steady_clock;
   auto busy = Clock::now();
   uint64_t seen = kIdle;

@@ -342,21 +342,11 @@ int SparsePlan::load(const octavo_run& run, const SparseOp& op, const Item& item
   const uint8_t* k = nullptr;
   for (int i = 0; i < t.shared; i++) {
     const int64_t logical = base + i, offset = logical % p;
-    if (!k || offset == 0) {
-      k = page(list ? list[logical / p] : logical / p) + offset * hd * element;
-      if (item.counted) {
-        const int64_t bytes = std::min<int64_t>(p - offset, t.shared - i) * hd * element;
-        for (int64_t b = 0; b < bytes; b += 64) {
-          __builtin_prefetch(k + b, 0, 2);
-          __builtin_prefetch(k + values + b, 0, 2);
-        }
-      }
-    } else {
-      k += hd * element;
-    }
+    k = !k || offset == 0 ? page(list ? list[logical / p] : logical / p) + offset * hd * element : k + hd * element;
     t.k[i] = k;
     t.v[i] = k + values;
   }
+  look_ahead(t);
   t.queries = item.tokens * item.heads;
   t.head_dim = op.head_dim;
   t.bf16 = run.kv_bf16 != 0;

@@ -17,6 +17,7 @@ constexpr int kBlock = 16;       // outputs of one packed block
 constexpr int kGroup = 32;       // inputs that share a scale
 constexpr int kSplit = 128;      // positions of one attention block: partial results combine in this grain
 constexpr int kTurnedKeys = 32;  // keys whose scores are computed together
+constexpr int kAhead = 32;       // rows asked for ahead of their use
 constexpr int kTileQueries = 16; // most queries (tokens x heads of one KV head) of one attention tile
 
 enum Kind : int { kInt4 = 0, kInt8 = 1, kBf16 = 2, kFp32 = 3 };
@@ -63,13 +64,23 @@ struct AttnTile {
   int low[kTileQueries], high[kTileQueries];  // visible logical indices of the shared part: low <= i < high
   // keys of this split: shared ones at logical index first + i
   int first, shared;                        // logical index of shared key 0 (relative to the split), their number
-  const void* k[kSplit];
-  const void* v[kSplit];
+  // behind them stand kAhead rows that are read next, or any addresses: they are asked for, never read
+  const void* k[kSplit + kAhead];
+  const void* v[kSplit + kAhead];
   // own keys of a query (mask bits), already clipped to this split; index relative to the split
   int own[kTileQueries], own_first[kTileQueries];
   const void* ok[kTileQueries][64];
   const void* ov[kTileQueries][64];
 };
+
+// What follows the keys is the values; what follows the values the caller may know.
+inline void look_ahead(AttnTile& t) {
+  for (int i = 0; i < kAhead && t.shared > 0; i++) {
+    const int last = t.shared - 1;
+    t.k[t.shared + i] = t.v[i < last ? i : last];
+    t.v[t.shared + i] = t.v[last];
+  }
+}
 
 // Unnormalised softmax state of one query: out = acc / sum once all splits are combined.
 struct AttnState {

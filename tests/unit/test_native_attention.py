@@ -104,7 +104,9 @@ def test_against_float64(
     q = torch.randn(n, group * kv_heads * head_dim, generator=generator)
     layer = KVLayer("swa", 1, window)
     got = attend(NativeOps(2, isa=isa), q, meta, kv, group * kv_heads, layer)
-    assert torch.allclose(got.double(), reference(q, meta, kv, group * kv_heads, layer, 0.2), atol=3e-6, rtol=1e-5)
+    rounding = 3e-6 * max(1.0, head_dim / 64)  # scores of random vectors, and their error, grow with the length
+    want = reference(q, meta, kv, group * kv_heads, layer, 0.2)
+    assert torch.allclose(got.double(), want, atol=rounding, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
