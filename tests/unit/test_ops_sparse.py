@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from octavo.ops import native_lib
 from octavo.ops.meta import KVLayer, KVView
+from octavo.ops.page_selector import PageBounds
 from octavo.ops.sparse_state import back_up, load_dense, load_slots, new_sparse_view, open_rows, summarise_host_pages
 from octavo.ops.torch_ops import TorchOps
 from octavo.ops.torch_sparse import best, counted_list
@@ -46,6 +47,14 @@ BASE = Setup(device_pages=16)
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def inputs_of(world: World, piece: Piece) -> dict[str, torch.Tensor]:
+    inputs = {}
+    for layer in range(LAYERS):
+        tokens = [world.token(piece, i, layer) for i in range(piece.n)]
+        inputs |= {f"{x}{layer}": torch.stack([t[x] for t in tokens]) for x in "qkv"}
+    return inputs
 
 
 def checked(world: World, model: StateModel, pieces: list[Piece]) -> None:
@@ -235,6 +244,27 @@ def test_what_has_no_page_goes_to_the_spare_slot(name: str) -> None:
     assert not changed[:-1].any() or set(changed[:-1].nonzero().flatten().tolist()) <= mapped
 
 
+def refused(world: World, match: str, **changes: Any) -> None:
+    broken = replace(world.kv, sparse=replace(world.view, **changes))
+    with pytest.raises(ValueError, match=match):
+        world.program.run(meta_of([chain(0, 0, 1)]), broken, inputs_of(world, chain(0, 0, 1)))
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "torch"])
+def test_compiled_code_refuses_a_view_it_cannot_read(name: str) -> None:
+    world = World(OPS[name](), BASE)
+    view = world.view
+    refused(world, "page bounds only", selector=PageBounds())
+    refused(world, "slots of shape", slots=view.slots[..., :8])
+    refused(world, "both be float32 or bfloat16", host=view.host.double())
+    refused(world, "sparse layers in the slots", slots=view.slots[:, :1], host_layers=(1,))
+    refused(world, "contiguous", bounds=view.bounds.transpose(3, 4))
+    refused(world, "order must be int32", order=view.order.long())
+    refused(world, "bounds must be", bounds=view.bounds[:, 1:].contiguous())
+    with pytest.raises(ValueError, match="has sparse layers"):
+        world.program.run(meta_of([chain(0, 0, 1)]), replace(world.kv, sparse=None), inputs_of(world, chain(0, 0, 1)))
+
+
 def test_selection_takes_the_best_and_of_equal_pages_the_lowest() -> None:
     scores = torch.tensor([[9.0, 2.0, 5.0, 2.0, 2.0, 7.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     candidates = torch.tensor([[False, True, True, True, True, False], [True, False, True, True, True, True]])
@@ -253,11 +283,7 @@ def test_a_step_never_waits_for_the_device(kind: str) -> None:
     world.prefill(0, 60, 4)
     piece = STEPS[kind](0, 60)
     world.run([chain(1, 0, 1), piece] if not piece.prefill and piece.masks is None else [piece])
-    meta = meta_of([piece])
-    inputs = {}
-    for layer in range(LAYERS):
-        tokens = [world.token(piece, i, layer) for i in range(piece.n)]
-        inputs |= {f"{x}{layer}": torch.stack([t[x] for t in tokens]) for x in "qkv"}
+    meta, inputs = meta_of([piece]), inputs_of(world, piece)
     rows, start, nodes = torch.tensor([0]), torch.tensor([60]), torch.tensor([[0, 1]])
     with no_device_sync():
         world.program.run(meta, world.kv, inputs)
