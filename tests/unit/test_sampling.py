@@ -91,6 +91,13 @@ def test_top_k_is_transformers(k: int) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("k", [1, 2, 40, 1024])
+def test_top_k_that_all_rows_share_needs_no_mask_and_changes_nothing(k: int) -> None:
+    logits = torch.randn(5, 1500, generator=torch.Generator().manual_seed(k)).round(decimals=1)  # with ties
+    rows = torch.full((5,), k)
+    assert torch.equal(processors.top_k(logits, rows, k, k), processors.top_k(logits, rows, k))
+
+
 def test_top_k_above_a_thousand_uses_histograms_and_agrees() -> None:
     logits = make_logits(2, vocab=5000)
     got = processors.top_k(logits, torch.tensor([1500, 3]), 1500)

@@ -98,12 +98,15 @@ def _digit(
     return chosen, targets - (total - below.gather(1, chosen))
 
 
-def top_k(logits: torch.Tensor, k: torch.Tensor, max_k: int) -> torch.Tensor:
+def top_k(logits: torch.Tensor, k: torch.Tensor, max_k: int, uniform: int | None = None) -> torch.Tensor:
     """Keep the k [m] best of each row (ties at the last place stay). `max_k`: host maximum over rows with a limit.
 
-    A row with k >= V is left alone.
+    A row with k >= V is left alone. `uniform`: host, the one k of all rows, which then need no mask of their own.
     """
     vocab = logits.shape[1]
+    if uniform is not None and uniform <= min(SHORT_LIST, vocab):
+        last = torch.topk(logits, uniform, dim=-1).values[:, -1:]
+        return torch.where(logits >= last, logits, NEG_INF)
     unlimited = (k >= vocab).unsqueeze(1)
     if max_k <= SHORT_LIST:
         best = torch.topk(logits, min(max_k, vocab), dim=-1).values

@@ -255,7 +255,7 @@ class SamplingState:
         if flags.temperature:
             logits = processors.temperature(logits, floats[:, _TEMPERATURE])
         if flags.top_k:
-            logits = processors.top_k(logits, ints[:, _TOP_K], flags.max_top_k)
+            logits = processors.top_k(logits, ints[:, _TOP_K], flags.max_top_k, flags.uniform_top_k)
         if flags.top_p:
             short = flags.top_k and flags.every_top_k and flags.max_top_k <= processors.SHORT_LIST
             logits = processors.top_p(logits, floats[:, _TOP_P], flags.max_top_k if short else None)
