@@ -253,6 +253,8 @@ def test_duplicate_and_finished_rooms_are_refused() -> None:
             pair.ask("again", TOKENS, GREEDY, rooms=[1, 2], sides=[side])
         with pytest.raises(RequestError, match="router"):
             pair.cores[side].add_request(EngineRequest("x", TOKENS, GREEDY))
+        with pytest.raises(RequestError, match="prompt_logprobs"):
+            pair.ask("scored", TOKENS, GREEDY.with_changes(prompt_logprobs=1), sides=[side])
     assert pair.tokens("r") == solo("gemma3", TOKENS)
     pair.close()
 
