@@ -34,7 +34,8 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[list[int]]]:
-    return {kind: [solo(kind, p, s) for p, s in zip(prompts(len(MIXED)), MIXED, strict=True)] for kind in ("llama", "gemma3")}
+    calls = list(zip(prompts(len(MIXED)), MIXED, strict=True))
+    return {kind: [solo(kind, prompt, params) for prompt, params in calls] for kind in ("llama", "gemma3")}
 
 
 @pytest.fixture(scope="module")
