@@ -295,3 +295,53 @@ def test_tickets_are_not_at_rest() -> None:
     for row in ledger.live_rows().tolist():
         ledger.release(row)
     assert any("tickets" in str(violation) for violation in balance.check(ledger, at_rest=True))
+
+
+def test_a_row_that_lost_all_but_slot_0_is_named() -> None:
+    ledger = make()
+    prefill(ledger, tokens(5))
+    assert ledger.tiers is not None and ledger.tiers.row_slots[0, 0] == 0
+    ledger.tiers.row_slots[0, 1:] = -1
+    assert any("some of its slots" in str(violation) for violation in balance.check(ledger))
+
+
+def test_device_copies_hear_of_every_change() -> None:
+    """A row starts anew when it opens and when it closes; a backup moves its frontier only."""
+    ledger = make()
+    books = ledger.tiers
+    assert books is not None
+
+    def news() -> tuple[list[int], list[int]]:
+        renewed, dirty = books.take_row_updates()
+        return renewed.tolist(), dirty.tolist()
+
+    got = prefill(ledger, tokens(9))
+    assert news() == ([got.row], [got.row])
+    assert news() == ([], [])
+    back_up(ledger, got.row)
+    assert news() == ([], [got.row])
+    ledger.release(got.row)
+    assert news() == ([got.row], [got.row])
+    landing = ledger.preallocate(tokens(9), 9, host=True)
+    ledger.land(landing.row, landing.generation)
+    assert news() == ([landing.row], [landing.row])
+    assert books.backed[landing.row] == 2
+
+
+def test_the_report_counts_what_waits() -> None:
+    ledger = make()
+    first, second = prefill(ledger, tokens(9)), prefill(ledger, tokens(5, 50))
+    backup = ledger.begin_backup([first.row, second.row])
+    assert backup is not None and backup.columns.tolist() == [0, 1, 0]
+    shown = ledger.report()["tiers"]
+    assert (shown["backups_waiting"], shown["backed_up_pages"], shown["tickets"]) == (3, 0, 0)
+    ledger.end_backup(backup.op)
+    ledger.drop_ticket(ledger.retract(first.row))
+    ledger.retract(second.row)
+    shown = ledger.report()["tiers"]
+    assert (shown["backups_waiting"], shown["backed_up_pages"], shown["tickets"], shown["ticket_pages"]) == (0, 3, 1, 2)
+    assert (shown["retracted"], shown["resumed"], shown["dropped_tickets"]) == (2, 0, 1)
+    sizes = [shown[name] for name in ("device_pages", "topk_pages", "recent_tokens", "dense_limit_tokens")]
+    assert sizes == [4, 1, 4, 12]
+    with pytest.raises(LawViolation, match="no such backup"):
+        ledger.end_backup(backup.op)

@@ -221,3 +221,11 @@ def test_two_leases_end_by_themselves() -> None:
     assert ledger.row_state[[a.row, b.row]].tolist() == [0, 3]
     ledger.land(b.row, b.generation)
     ok(ledger, at_rest=True)
+
+
+def test_quarantine_counts_pages_of_both_pools() -> None:
+    ledger = sliding(window_tokens=8, swa_pages=16, full_pages=32)
+    got = ledger.preallocate(tokens(30), 30)
+    full, swa = len(pages(ledger, got.row)), len(pages(ledger, got.row, "swa"))
+    assert full != swa
+    assert ledger.quarantine(got.row, got.generation) == full + swa
