@@ -229,6 +229,32 @@ def test_compaction_of_a_tree_moves_the_slots_of_every_sparse_layer(name: str) -
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_pages_loaded_into_fresh_slots_are_where_the_state_says(name: str) -> None:
+    """What a resumed row does: two rows lose their slots and get their newest columns back, in places 0, 1, …"""
+    world, untouched = World(OPS[name](), BASE), World(OPS[name](), BASE)
+    for each in (world, untouched):
+        each.prefill(0, 64, 8)
+        each.prefill(2, 40, 8)
+    rows = torch.tensor([0, 2])
+    open_rows(world.view, rows)
+    world.view.slots.fill_(float("nan"))
+    load_slots(world.kv, torch.tensor([0, 2, 0, 0, 2]), torch.tensor([13, 9, 14, 15, 8]))
+    for row, columns in ((0, [13, 14, 15]), (2, [9, 8])):
+        empty = BASE.device_pages - len(columns)
+        for layer in range(LAYERS):
+            assert world.view.column_of[layer, row].tolist() == columns + [-1] * empty
+            assert world.view.slot_map[layer, row, columns].tolist() == list(range(len(columns)))
+            assert int((world.view.slot_map[layer, row] >= 0).sum()) == len(columns)
+            places = list(range(BASE.device_pages))
+            assert world.view.order[layer, row].tolist() == places[len(columns) :] + places[: len(columns)]
+        check_bytes(world, row, 64 if row == 0 else 40)
+    assert int((world.view.slot_map[:, 1] >= 0).sum()) == 0
+    pieces = [chain(0, 64, 2), chain(2, 40, 1)]
+    for got, want in zip(world.run(pieces), untouched.run(pieces), strict=True):
+        assert same(got, want)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_what_has_no_page_goes_to_the_spare_slot(name: str) -> None:
     world = World(OPS[name](), BASE)
     world.prefill(0, 40, 8)
