@@ -88,6 +88,11 @@ int64_t octavo_program_stage(const void* program, int64_t stage, int64_t* weight
 void octavo_program_free(void* program);
 int octavo_program_run(void* program, void* pool, const octavo_run* run);
 
+// Probabilities float [rows, vocab]. last [rows]: the least probability that top-p keeps. ids [rows]: drawn by the
+// inverse CDF at uniform [rows] in [0, 1). Sums are integers in units of 2^-40, as in ops/processors.py.
+int octavo_top_p(const float* probability, int64_t rows, int64_t vocab, const float* p, float* last);
+void octavo_draw(const float* probability, int64_t rows, int64_t vocab, const double* uniform, int64_t* ids);
+
 // Reads `bytes` of memory with all threads; seconds. For benchmarks.
 double octavo_read_memory(void* pool, const void* data, int64_t bytes);
 

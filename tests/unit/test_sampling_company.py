@@ -143,9 +143,11 @@ def test_rows_are_bit_equal_in_any_batch(vocab: int, threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
-def test_top_p_keeps_what_a_sort_keeps(scale: float) -> None:
+def test_top_p_keeps_what_a_sort_keeps(scale: float, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the definition on sorted integers, exactly, ties included."""
+    monkeypatch.setenv("OCTAVO_NATIVE", native)
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(6, 2000, generator=generator) * scale * 8).round() / 8  # many ties
     for value in (1e-9, 0.2, 0.77, 0.999999, 1.0):
@@ -165,8 +167,28 @@ def test_top_p_keeps_what_a_sort_keeps(scale: float) -> None:
             assert probabilities[kept[row]].min() > probabilities[~kept[row]].max(initial=-1.0)
 
 
+@pytest.mark.parametrize("vocab", [1, 17, 2000, 49_152])
+def test_the_compiled_module_cuts_and_draws_what_torch_does(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(12, vocab, generator=generator) * torch.linspace(0.0, 30.0, 12).unsqueeze(1)
+    logits[::2] = (logits[::2] * 4).round() / 4  # ties
+    logits[3, 1:] = float("-inf")
+    values = torch.tensor([1e-9, 0.2, 0.5, 0.77, 0.9, 0.95, 0.99, 0.9999, 0.9999999, 1.0, 0.3, 0.6])
+    uniforms = torch.rand(12, dtype=torch.float64, generator=generator)
+    uniforms[:2] = torch.tensor([0.0, 1.0 - 2.0**-53])
+    results = []
+    for native in ("0", "1"):
+        monkeypatch.setenv("OCTAVO_NATIVE", native)
+        kept = processors.top_p(logits, values)
+        whole = processors.top_p(logits.t().contiguous().t(), values)  # strides are no matter
+        results.append((kept, whole, processors.draw(logits, uniforms), processors.draw(kept, uniforms)))
+    for torch_made, compiled in zip(*results, strict=True):
+        assert torch.equal(torch_made, compiled)
+
+
 @pytest.mark.parametrize("value", [1e-9, 0.2, 0.9, 0.999999, 1.0])
-def test_a_short_list_keeps_what_histograms_keep(value: float) -> None:
+def test_a_short_list_keeps_what_histograms_keep(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_NATIVE", "0")  # both are torch's: the compiled module needs neither
     generator = torch.Generator().manual_seed(4)
     logits = (torch.randn(9, 2000, generator=generator) * 16).round() / 8  # ties beyond the list too
     p = torch.full((9,), value)

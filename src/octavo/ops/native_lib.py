@@ -84,6 +84,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "octavo_program_stage": (c_int64, [c_void_p, c_int64, POINTER(c_int64)]),
     "octavo_program_free": (None, [c_void_p]),
     "octavo_program_run": (c_int, [c_void_p, c_void_p, POINTER(Run)]),
+    "octavo_top_p": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "octavo_draw": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
     "octavo_read_memory": (c_double, [c_void_p, c_void_p, c_int64]),
 }  # fmt: skip
 

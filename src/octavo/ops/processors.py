@@ -8,7 +8,11 @@ be it the order of threads, of CUDA atomics or of a sort. Nothing here synchroni
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+
+from octavo.ops import native_lib
 
 MASS_BITS = 40  # probabilities are counted in units of 2**-40
 NEG_INF = float("-inf")
@@ -22,6 +26,11 @@ def _mass_of(probabilities: torch.Tensor) -> torch.Tensor:
 def integer_mass(logits: torch.Tensor) -> torch.Tensor:
     """int64 [m, V]: softmax in units of 2**-40. softmax works per row, so a row does not see the others."""
     return _mass_of(torch.softmax(logits, dim=-1))
+
+
+def _compiled(x: torch.Tensor) -> ctypes.CDLL | None:
+    """The compiled module where it can work on x; it has the same results in a fraction of the time."""
+    return native_lib.library() if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
 def count_tokens(tokens: torch.Tensor, valid: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -125,6 +134,14 @@ def top_p(logits: torch.Tensor, p: torch.Tensor, best: int | None = None) -> tor
           does what needs histograms otherwise, with the same result
     """
     probabilities = torch.softmax(logits, dim=-1)
+    lib = _compiled(logits)
+    if lib is not None:
+        probabilities = probabilities.contiguous()
+        last = torch.empty((logits.shape[0], 1))
+        p = p.to(torch.float32).contiguous()
+        if lib.octavo_top_p(probabilities.data_ptr(), *probabilities.shape, p.data_ptr(), last.data_ptr()):
+            raise MemoryError("top-p ran out of memory")
+        return torch.where((p >= 1.0).unsqueeze(1) | (probabilities >= last), logits, NEG_INF)
     mass = _mass_of(probabilities)
     total = mass.sum(dim=-1)
     wanted = (p.to(torch.float64) * total.to(torch.float64)).ceil().to(torch.int64).clamp_min(1)
@@ -151,6 +168,12 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     The CDF is a running sum of integers (units of 2**-40): exact, so the same on every device and for every m.
     """
+    lib = _compiled(logits)
+    if lib is not None:
+        probabilities, uniforms = torch.softmax(logits, dim=-1).contiguous(), uniforms.to(torch.float64).contiguous()
+        ids = torch.empty(logits.shape[0], dtype=torch.int64)
+        lib.octavo_draw(probabilities.data_ptr(), *probabilities.shape, uniforms.data_ptr(), ids.data_ptr())
+        return ids
     cdf = integer_mass(logits).cumsum(dim=-1)
     total = cdf[:, -1]
     point = (uniforms * total.to(torch.float64)).floor().to(torch.int64)
