@@ -23,6 +23,7 @@ from octavo.spec.draft_config import (
     default_eagle_taps,
 )
 from tests.engine.test_core import prompts, run
+from tests.engine.test_launch_path import guarded
 from tests.tiny import VOCAB, config_of, engine
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -276,3 +277,15 @@ def test_hisparse_alone_works() -> None:
     core = engine(hisparse=True)
     assert any(line.startswith("tiers ") for line in core.parts.startup_lines)
     assert run(core, [(long_prompts()[0], LONG)]) == run(engine(), [(long_prompts()[0], LONG)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draft", ["none", "scripted", "ngram"])
+def test_the_launch_path_does_not_sync(kind: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables, slots and frontiers are written, selection and swap-in run, and nothing waits for the device."""
+    monkeypatch.setenv("OCTAVO_NATIVE", "0")
+    core = guarded(sparse(kind, draft=draft, overlap=True, device_pages=12))
+    short = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    run(core, [(prompt[:160], short) for prompt in long_prompts()], close=False)
+    assert core.report()["tiers"]["swaps"] > 0
+    core.close()
