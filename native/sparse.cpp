@@ -80,7 +80,9 @@ void SparsePlan::build(const octavo_run& run, int threads) {
       } else {
         token.shared = token.high = run.write_slots[t] + 1;
       }
-      token.last = (int)std::min<int64_t>((token.high - 1) / p, v.width - 1);
+      token.high = std::min(token.high, v.width * p);  // a slot behind the table has no page: rope_write says so
+      token.shared = std::min(token.shared, token.high);
+      token.last = (int)((token.high - 1) / p);
       if (s >= v.decodes) continue;
       token.recent = (int)std::min<int64_t>(std::max<int64_t>(0, at - v.recent_tokens + 1) / p, token.last + 1);
       const int candidates = at + 1 <= v.dense_limit_tokens ? 0 : std::max(0, token.recent - 1);
