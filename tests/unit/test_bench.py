@@ -140,6 +140,23 @@ def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() ->
     json.dumps(document)
 
 
+def test_divergences_name_the_place_and_the_margin() -> None:
+    plain, draft = line([200]), line([300], mode="ngram")
+    plain.output_ids, draft.output_ids = [[1, 2, 3], [4, 5, 6], [7]], [[1, 2, 3], [4, 9, 6], [8]]
+    asked: list[list[int]] = []
+
+    def margin(ids: list[int]) -> float:
+        asked.append(ids)
+        return 0.01 * len(ids)
+
+    draft.divergences = measure.divergences(draft, plain, [[70], [80, 81], [90]], margin)
+    assert asked == [[80, 81, 4], [90]]
+    assert [(d.output, d.position, round(d.top2_margin, 3)) for d in draft.divergences] == [(1, 1, 0.03), (2, 0, 0.01)]
+    assert "(33% identical, top-2 margins 0.01 to 0.03)" in record.table([plain, draft])
+    document = record.document([plain, draft], {}, {"name": "m"}, {})
+    assert document["lines"][1]["divergences"][0] == {"output": 1, "position": 1, "top2_margin": 0.03}
+
+
 def test_accept_length_tells_loops_apart_and_positions_are_shares_of_verifies() -> None:
     def figures(accept: float, accepted: list[int]) -> dict[str, Any]:
         return {"accept_length": accept, "drafts": 10, "accepted_per_position": accepted}

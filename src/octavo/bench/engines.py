@@ -81,6 +81,15 @@ class Ours:
             figures=metrics,
         )
 
+    def top2_margin(self, ids: list[int]) -> float:
+        """Log-probability of the likeliest next token minus that of the second."""
+        from octavo.params import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, ignore_eos=True)
+        entries = self.llm.generate([ids], params)[0].logprobs or []
+        (_, first), (_, second) = entries[0].top
+        return first - second
+
     def close(self) -> None:
         self.llm.close()
 

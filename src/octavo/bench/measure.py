@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from octavo.bench.engines import Engine, Sample
@@ -19,6 +19,18 @@ VOID_SPREAD = 0.10
 
 class Prompts(Protocol):
     def groups(self, case: Case, repeat: int) -> list[list[list[int]]]: ...
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where an output stops being the plain one, and by how much the plain engine preferred its token there.
+
+    top2_margin  log-probability of the likeliest token minus that of the second: near 0 is a tie that rounding broke
+    """
+
+    output: int
+    position: int
+    top2_margin: float
 
 
 @dataclass
@@ -35,6 +47,7 @@ class Line:
     first_token_s: list[float] = field(default_factory=list)
     output_ids: list[list[int]] = field(default_factory=list)  # of the last repeat, for identity checks
     figures: list[dict[str, Any]] = field(default_factory=list)  # of the last repeat, one per output; peers have none
+    divergences: list[Divergence] = field(default_factory=list)  # of the last repeat's outputs from the plain ones
 
     @property
     def speed(self) -> list[float]:
@@ -115,6 +128,7 @@ class Line:
             "accept_length_without_loops": self.accept_length(loops=False),
             "looping_outputs": sum(self.looping),
             "accepted_by_position": self.accepted_by_position,
+            "divergences": [asdict(d) for d in self.divergences],
             "repeats": {
                 "decode_tokens_per_s": self.decode_tokens_per_s,
                 "output_tokens_per_s": self.output_tokens_per_s,
@@ -145,6 +159,19 @@ def measure(
                 line.add([engine.run(group, case) for group in groups], groups)
         lines.extend(row)
     return lines
+
+
+def divergences(
+    line: Line, plain: Line, prompts: Sequence[list[int]], margin: Callable[[list[int]], float]
+) -> list[Divergence]:
+    """The first different token of every output that is not the plain one. `prompts`: those of the last repeat, in
+    the order of the outputs; `margin`: top-2 margin of the plain engine behind the given ids."""
+    found = []
+    for number, (ours, theirs, prompt) in enumerate(zip(line.output_ids, plain.output_ids, prompts, strict=True)):
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if at is not None:
+            found.append(Divergence(number, at, margin([*prompt, *theirs[:at]])))
+    return found
 
 
 def identical_share(line: Line, plain: Line) -> float:

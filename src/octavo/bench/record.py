@@ -112,7 +112,7 @@ def table(lines: Sequence[Line]) -> str:
         ratios = _ratios(line, lines)
         shown = ", ".join(f"{value:.2f} × {name}" for name, value in ratios.items() if name != "identical_to_plain")
         if ratios.get("identical_to_plain", 1.0) < 1.0:
-            shown += f" ({ratios['identical_to_plain']:.0%} identical)"
+            shown += f" ({ratios['identical_to_plain']:.0%} identical{_margins(line)})"
         rows.append(
             [
                 line.case.label,
@@ -127,6 +127,12 @@ def table(lines: Sequence[Line]) -> str:
             ]
         )
     return render(rows)
+
+
+def _margins(line: Line) -> str:
+    """How close the two likeliest tokens were where outputs parted."""
+    margins = sorted(d.top2_margin for d in line.divergences)
+    return f", top-2 margins {margins[0]:.2g} to {margins[-1]:.2g}" if margins else ""
 
 
 def _accepts(line: Line) -> str:

@@ -171,6 +171,7 @@ def _speed(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, An
             prompts["chat"] = ChatPrompts(path, tokenizer.encode_chat, limit)
         engines += _peers(args, config, cases, prompts)
         lines = measure.measure(engines, cases, prompts, repeats, _progress)
+        _compare_with_plain(engines, lines, prompts, repeats)
         profiles = _profiles(engines, prompts, cases) if args.profile or args.plot else []
         described = {f"{e.name} {e.mode} {e.threads}": e.describe() for e in engines}
     finally:
@@ -187,6 +188,20 @@ def _speed(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, An
     if args.profile:
         table += "\n\n" + record.render(profile_rows(profiles))
     return result, table
+
+
+def _compare_with_plain(engines: list[Engine], lines: list[Line], prompts: dict[str, Any], repeats: int) -> None:
+    """Where outputs of drafting modes part from plain ones, as they may where kernels depend on the row count."""
+    from octavo.bench.engines import Ours
+    from octavo.bench.measure import divergences
+
+    plain = next((e for e in engines if isinstance(e, Ours) and e.mode == "plain"), None)
+    own = [line for line in lines if line.engine == Ours.name]
+    for line in own:
+        other = next((n for n in own if n.case == line.case and n.mode == "plain"), None)
+        if plain is not None and other is not None and other is not line:
+            asked = [p for group in prompts[line.case.kind].groups(line.case, repeats - 1) for p in group]
+            line.divergences = divergences(line, other, asked, plain.top2_margin)
 
 
 def _profiles(engines: list[Engine], prompts: dict[str, Any], cases: list[Case]) -> list[Profile]:
