@@ -115,9 +115,8 @@ class Bench:
         kv = self.kv
         if net.full_layers:
             kv = make_kv(net, PoolSizes(rows * self.width, 0), max_rows=rows, width_pages=self.width)
-            assert_full = kv.full
-            if assert_full is not None:
-                assert_full.copy_(self.host[: assert_full.shape[0], list(net.dense_host_layers)])
+            if kv.full is not None:
+                kv.full.copy_(self.host[: kv.full.shape[0], list(net.dense_host_layers)])
             kv.full_table.copy_(self.kv.full_table[:rows])
         return replace(kv, swa=self.kv.swa, swa_table=self.kv.swa_table, sparse=view)
 
