@@ -121,18 +121,21 @@ int AttnPlan::load(const octavo_run& run, const AttnOp& op, const Item& item, in
   }
   t.first = first < last ? (int)first : 0;
   t.shared = first < last ? (int)(last - first) : 0;
-  const uint8_t* k = nullptr;
-  auto step = [&](int64_t slot) {
-    k = !k || slot % ps == 0 ? key(slot) : k + hd * element;
-    return k;
-  };
-  for (int i = 0; i < t.shared; i++) {
-    t.k[i] = step(base + t.first + i);
-    t.v[i] = k + values * element;
+  const int64_t from = base + t.first, row_bytes = hd * element, value_bytes = values * element;
+  for (int i = 0; i < t.shared;) {  // page by page
+    const uint8_t* k = key(from + i);
+    const int end = (int)std::min<int64_t>(t.shared, i + ps - (from + i) % ps);
+    for (; i < end; i++, k += row_bytes) t.k[i] = k, t.v[i] = k + value_bytes;
   }
   look_ahead(t);
-  if (t.shared && t.first + t.shared == kSplit && split + 1 < item.split_end)
-    for (int i = 0; i < kAhead && base + kSplit + i < shared_end; i++) t.v[t.shared + i] = step(base + kSplit + i);
+  if (t.shared && t.first + t.shared == kSplit && split + 1 < item.split_end) {
+    const int64_t next = base + kSplit, known = std::min<int64_t>(kAhead, shared_end - next);
+    for (int64_t i = 0; i < known;) {
+      const uint8_t* k = key(next + i);
+      const int64_t end = std::min<int64_t>(known, i + ps - (next + i) % ps);
+      for (; i < end; i++, k += row_bytes) t.v[t.shared + i] = k;
+    }
+  }
   t.queries = item.tokens * item.heads;
   t.head_dim = op.head_dim;
   t.bf16 = run.kv_bf16 != 0;

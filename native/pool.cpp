@@ -11,6 +11,10 @@
 namespace octavo {
 namespace {
 
+// Between two runs of one decode step lies some Python, up to a millisecond: for so long a worker stays awake, giving its
+// core to whoever asks. Woken from sleep it would miss the first stages of every run.
+constexpr double kPatience = 12;  // times the hard spin
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -163,7 +167,12 @@ void Pool::worker(int thread) {
       if (seen == now) std::this_thread::yield();
       continue;
     }
-    if (std::chrono::duration<double, std::micro>(Clock::now() - busy).count() < spin_us_) continue;
+    const double idle_us = std::chrono::duration<double, std::micro>(Clock::now() - busy).count();
+    if (idle_us < spin_us_) continue;
+    if (idle_us < kPatience * spin_us_) {
+      std::this_thread::yield();
+      continue;
+    }
     std::unique_lock<std::mutex> lock(sleep_);
     sleepers_.fetch_add(1);
     wake_.wait(lock, [&] { return stop_.load() || (uint32_t)current_.load() != kIdle; });
