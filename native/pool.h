@@ -2,7 +2,7 @@
 //
 // A run is a list of stages; a stage is a number of chunks anybody may take. The thread that finishes a stage's last
 // chunk opens the next stage, so nobody waits for a thread that is not there: where other processes hold a core, the
-// caller does all the work itself. Workers spin briefly after a run, stay awake for another and then sleep.
+// caller does all the work itself. After a run workers spin briefly, give way for about a millisecond, then sleep.
 #pragma once
 #include <atomic>
 #include <condition_variable>
