@@ -20,6 +20,8 @@ from octavo.spec.tensor_file import read_tensors, write_tensors
 from tests.tiny import config_of, loaded_model
 from tests.unit import spec_reference as ref
 
+SMOLLM2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # the file that `smollm2` names
+
 
 def edited(folder: Path, **changes: Any) -> Path:
     """Change keys of a saved draft's config (None removes one)."""
@@ -270,6 +272,18 @@ def test_options_make_the_reserve_and_bad_ones_are_named(tiny_eagle: Path) -> No
 
 def test_no_shipped_draft_is_taken_for_an_unknown_target() -> None:
     assert shipped_draft(None) is None and shipped_draft("00" * 32) is None
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_drafts_ship_for_smollm2(algorithm: str) -> None:
+    """Under 16 MB each, for the very file `smollm2` names; `auto` takes one only where it is marked as the default."""
+    folder = shipped_draft(SMOLLM2, algorithm)
+    assert folder is not None and algorithm_of(folder) == algorithm
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 16e6
+    card = json.loads((folder / "config.json").read_text())["octavo"]
+    assert card["options"] and card["corpus"]["recipe"] and card["licence"]
+    default = shipped_draft(SMOLLM2)
+    assert (default == folder) == bool(card["default"])
 
 
 def test_a_draft_of_another_target_never_runs(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
 
 
 def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
-    """`auto`: the shipped draft of this very target if there is one, else n-gram."""
+    """`auto`: the shipped draft of this very target that is marked as the default, else n-gram."""
     if config.draft != "auto":
         return config.draft
     if config.draft_model is not None:

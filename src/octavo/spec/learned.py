@@ -40,10 +40,9 @@ def algorithm_of(path: str | Path) -> str:
 
 
 def shipped_folders() -> list[Path]:
-    """Folders of the drafts that come with Octavo: inside the package, or in a source checkout."""
-    package = Path(__file__).resolve().parent.parent
-    roots = [package / "drafts", package.parent.parent / "drafts"]
-    return sorted(folder.parent for root in roots if root.is_dir() for folder in root.glob("*/config.json"))
+    """Folders of the drafts that come with Octavo."""
+    root = Path(__file__).resolve().parent.parent / "drafts"
+    return sorted(config.parent for config in root.glob("*/config.json"))
 
 
 def one_may_ship_for(target: ModelConfig) -> bool:
@@ -56,17 +55,18 @@ def one_may_ship_for(target: ModelConfig) -> bool:
 
 
 def shipped_draft(target_sha256: str | None, algorithm: str | None = None) -> Path | None:
-    """The shipped draft for this very target; without `algorithm` the one marked as the default (the fastest)."""
+    """The shipped draft of one algorithm for this very target. Without `algorithm` the one marked as the default:
+    a draft is marked where it was measured to be faster than n-gram look-up."""
     if target_sha256 is None:
         return None
-    found: list[tuple[bool, Path]] = []
     for folder in shipped_folders():
         data = json.loads((folder / "config.json").read_text())
         if data.get("target_sha256") != target_sha256:
             continue
-        if algorithm is None or draft_config.algorithm_of(data) == algorithm:
-            found.append((not (data.get("octavo") or {}).get("default", False), folder))
-    return min(found)[1] if found else None
+        marked = bool((data.get("octavo") or {}).get("default", False))
+        if marked if algorithm is None else draft_config.algorithm_of(data) == algorithm:
+            return folder
+    return None
 
 
 def plan_learned(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
