@@ -30,7 +30,11 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         given = {**options, **({"model": model} if model is not None else {})}
         self.config = EngineConfig.from_options(given)
-        self._core: EngineCore | None = EngineCore(self.config)
+        self._attach(EngineCore(self.config))
+
+    def _attach(self, core: EngineCore) -> None:
+        """Use this core from now on."""
+        self._core: EngineCore | None = core
         self._numbers = itertools.count()
         self._interrupted = False
         self._inbox: dict[str, list[ChoiceOutput]] = {}  # by open request: what a step said that nobody has read yet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ class TinyLLM(LLM):
 
     def __init__(self, **options: Any) -> None:
         self.config = EngineConfig.from_options({"kv_memory": "64MiB", "threads": 1, **options}, environ={})
-        self._core = EngineCore(self.config, build(self.config, loaded_model("llama")))
-        self._numbers = itertools.count()
+        self._attach(EngineCore(self.config, build(self.config, loaded_model("llama"))))
 
 
 def options(algorithm: str, folder: Path, **changes: Any) -> TrainOptions:
