@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", "--", "src", "native")),
-        "command": "octavo " + shlex.join(sys.argv[1:]),
+        "command": f"{_program()} {shlex.join(sys.argv[1:])}",
         "cpu": hardware.cpu_model(),
         "cores": hardware.physical_cores(),
         "instruction_sets": sorted(
@@ -35,6 +35,11 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("octavo", "torch", "numpy", "tokenizers")},
     }
+
+
+def _program() -> str:
+    script = Path(sys.argv[0]).name
+    return f"python benchmarks/{script}" if script.endswith(".py") and script != "__main__.py" else "octavo"
 
 
 def _version(package: str) -> str | None:
