@@ -202,8 +202,8 @@ class Runner:
             num_decodes=len(host_rows),
         )
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
-        flat = Flat(1, (0,) * len(host_rows), None)
-        masks = to_device(draft_masks(plan.decodes, flat.lengths, None, self.network.config.vocab_size), self.device)
+        none = (0,) * len(host_rows)
+        masks = to_device(draft_masks(plan.decodes, none, None, self.network.config.vocab_size), self.device)
         at = start + 1
         sampled, logprobs = self.sampler.sample(
             hidden, rows, at, host_rows, max_tokens=plan.max_kv_tokens + 1, bitmask=masks
@@ -213,8 +213,20 @@ class Runner:
             self.sampler.remember(rows, at, sampled[:, None])
         handle.keep_plain(sampled, logprobs)
         if self.drafter is not None:
-            nodes = torch.zeros_like(sampled)[:, None]
-            self._observe_run(host_rows, rows, start, flat, nodes, nodes[:, 0], sampled[:, None], taps)
+            self._observe(
+                Observation(
+                    rows=rows,
+                    host_rows=host_rows,
+                    indptr=q_indptr,
+                    start=start,
+                    counts=torch.ones_like(start),
+                    features=taps,
+                    next_tokens=sampled,
+                    is_last=(True,) * len(host_rows),
+                    kv=self.kv,
+                    max_kv_tokens=self._ledger.width_pages * self.kv.page_size,
+                )
+            )
 
     def _batch_of(self, host_rows: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
         """(rows, sequence index of each token, indptr) of a plain step; the same rows mostly come again."""

@@ -13,12 +13,15 @@ from octavo.spec.drafter import DraftRequest, Observation, ProposeBatch
 def observe_meta(observation: Observation) -> StepMeta:
     """A forward over every observed slot, at its true position. Padding slots write into reject space."""
     device = observation.rows.device
-    indptr = np.asarray(observation.indptr, dtype=np.int64)
-    sizes = np.diff(indptr)
-    seq = np.repeat(np.arange(len(sizes)), sizes)
-    offsets = np.arange(int(indptr[-1])) - indptr[:-1][seq]
-    q_seq = upload(seq, device)
-    at = observation.start.index_select(0, q_seq) + upload(offsets, device)
+    if _one_each(observation):  # plain decode with the draft switched off: every step comes here
+        q_seq, at = torch.arange(len(observation.host_rows), device=device), observation.start
+    else:
+        indptr = np.asarray(observation.indptr, dtype=np.int64)
+        sizes = np.diff(indptr)
+        seq = np.repeat(np.arange(len(sizes)), sizes)
+        offsets = np.arange(int(indptr[-1])) - indptr[:-1][seq]
+        q_seq = upload(seq, device)
+        at = observation.start.index_select(0, q_seq) + upload(offsets, device)
     return StepMeta(
         token_ids=observation.next_tokens,
         positions=at,
@@ -30,6 +33,10 @@ def observe_meta(observation: Observation) -> StepMeta:
         q_indptr=observation.indptr,
         max_kv_tokens=observation.max_kv_tokens,
     )
+
+
+def _one_each(observation: Observation) -> bool:
+    return observation.indptr == tuple(range(len(observation.host_rows) + 1))
 
 
 def last_slots(observation: Observation) -> torch.Tensor:
