@@ -311,6 +311,7 @@ def test_tombstones_cut_matches_and_are_healed() -> None:
     ledger.evict([got.row])
     ledger.release(got.row)
     assert ledger.tree.evict_swa(3) == 3  # the oldest positions go first
+    assert ledger.report()["stats"]["evicted_swa_pages"] == 3
     assert [cached(ledger, tokens(n)) for n in (5, 9, 13, 17, 21)] == [0, 0, 0, 0, 20]
     ok(ledger)
     again = prefill(ledger, tokens(13))  # recomputed: three new full pages
