@@ -42,7 +42,7 @@ for folder in tests/*/; do
     fi
 done
 "$bin"/python -m pytest -q -m "not soak and not cuda" --durations=15 "${order[@]}"
-"$bin"/python scripts/mutate.py --sample 60 --seed 1
+"$bin"/python scripts/mutate.py --sample 60 --seed 1 --jobs "$(nproc)"
 
 if ! "$bin"/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     not_run+=("CUDA (no device; make test-cuda on a machine with one)")
