@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measure the figures of the README and docs/performance.md into benchmarks/results, on an otherwise idle machine.
-# Usage: scripts/measure.sh [decode] [prefill] [chat] [streams] [perplexity] [vllm]     (default: all but vllm)
+# Usage: scripts/measure.sh [decode] [depth] [prefill] [gemma] [chat] [streams] [perplexity] [hisparse] [vllm]
+# (default: all but vllm)
 # `make peers` first. vllm needs its environment and a safetensors folder (benchmarks/export_safetensors.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,11 +23,15 @@ bench() { # file, arguments…
     "$octavo" bench --model "$model" --repeats "$repeats" --out "$file" "$@" 2>/dev/null
 }
 
-for part in "${@:-decode prefill chat streams perplexity}"; do
+for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}"; do
     for name in $part; do
         case $name in
-            decode) bench "decode.json" --depth 128,2048,8000 --output-tokens 128 --peer llama.cpp ;;
-            prefill) bench "prefill.json" --prefill 512 --peer llama.cpp ;;
+            decode) bench "decode.json" --depth 128 --output-tokens 512 --peer llama.cpp ;;
+            depth) bench "depth.json" --depth 2048,8000 --output-tokens 128 --peer llama.cpp ;; # the peer's prefill is slow
+            prefill) bench "prefill.json" --prefill 512,1024 --peer llama.cpp ;;
+            gemma)
+                model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --peer llama.cpp
+                ;;
             chat)
                 bench "chat.json" --chat --mode plain,ngram,eagle3,dflash --output-tokens 128 --peer llama.cpp \
                     --profile --plot "$results/chat.svg"
@@ -37,6 +42,13 @@ for part in "${@:-decode prefill chat streams perplexity}"; do
                 bench "perplexity-topics.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp
                 bench "perplexity-kjv.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp \
                     --perplexity-text "$(bash scripts/texts.sh)"
+                ;;
+            hisparse)
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts speed --streams 1 --contexts 1024,4096,8192 \
+                    --fractions 4,8,16 --json "$results/hisparse-speed.json" --plot docs/hisparse-speed.svg
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --contexts 1024,4096 \
+                    --fractions 2,4,8,16 --windows 3 --scored 256 --seeds 2 --json "$results/hisparse-quality.json" \
+                    --plot docs/hisparse-quality.svg
                 ;;
             vllm)
                 folder=$(mktemp -d)
