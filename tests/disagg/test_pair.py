@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octavo.params import SamplingParams
-from octavo.spec.checkpoint import random_draft, save_draft
-from octavo.spec.draft_config import (
-    DFlashConfig,
-    EagleConfig,
-    LayerShape,
-    default_dflash_layers,
-    default_eagle_taps,
-)
 from tests.disagg.pair import Pair
 from tests.engine.test_core import GREEDY, prompts, solo
-from tests.tiny import VOCAB, config_of
+from tests.engine.test_drafts import drafts
+
+__all__ = ["drafts"]
 
 MIXED = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -36,21 +29,6 @@ WINDOW = 24
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
     return {kind: [solo(kind, p, s) for p, s in zip(prompts(5), MIXED, strict=True)] for kind in KINDS}
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root, made = tmp_path_factory.mktemp("drafts"), {}
-    for kind in ("llama", "gemma3"):
-        target = config_of(kind)
-        shape = LayerShape.of(target)
-        eagle = EagleConfig(shape, VOCAB, 128, default_eagle_taps(target.num_layers))
-        dflash = DFlashConfig(shape, VOCAB, VOCAB, 2, default_dflash_layers(target.num_layers, 2), 6, VOCAB - 1,
-                              (None, None), (False, False))  # fmt: skip
-        for name, config in (("eagle3", eagle), ("dflash", dflash)):
-            save_draft(root / f"{kind}-{name}", random_draft(config, seed=3), dtype=torch.float32)
-            made[f"{kind}-{name}"] = str(root / f"{kind}-{name}")
-    return made
 
 
 def ask_all(pair: Pair, tag: str = "r") -> list[list[int]]:

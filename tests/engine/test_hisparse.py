@@ -9,22 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError, ContextLengthExceeded
 from octavo.params import SamplingParams
-from octavo.spec.checkpoint import random_draft, save_draft
-from octavo.spec.draft_config import (
-    DFlashConfig,
-    EagleConfig,
-    LayerShape,
-    default_dflash_layers,
-    default_eagle_taps,
-)
 from tests.engine.test_core import prompts, run
+from tests.engine.test_drafts import drafts
 from tests.engine.test_launch_path import guarded
-from tests.tiny import VOCAB, config_of, engine
+from tests.tiny import engine
+
+__all__ = ["drafts"]
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 MIXED = [
@@ -155,23 +149,6 @@ def test_the_host_tier_bounds_the_context() -> None:
 
 
 # --- drafts ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("drafts")
-    made = {}
-    for kind in KINDS:
-        target = config_of(kind)
-        shape = LayerShape.of(target)
-        eagle = EagleConfig(shape, VOCAB, 128, default_eagle_taps(target.num_layers))
-        dflash = DFlashConfig(shape, VOCAB, VOCAB, 2, default_dflash_layers(target.num_layers, 2), 6, VOCAB - 1,
-                              (None, None), (False, False))  # fmt: skip
-        for name, config in (("eagle3", eagle), ("dflash", dflash)):
-            folder = root / f"{kind}-{name}"
-            save_draft(folder, random_draft(config, seed=3), dtype=torch.float32)
-            made[f"{kind}-{name}"] = str(folder)
-    return made
 
 
 def draft_options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:

@@ -60,13 +60,8 @@ def _acceptance(acceptance: Mapping[str, Sequence[float]]) -> str:
     for position in range(longest):
         parts.append(_text((position + 0.5) * step, HEIGHT + 16, str(position + 1), anchor="middle"))
     for number, (mode, values) in enumerate(shown.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        points = [((i + 0.5) * step, HEIGHT * (1 - value)) for i, value in enumerate(values)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        parts.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(18, HEIGHT + 44 + 20 * number, mode))
+        parts += _line([((i + 0.5) * step, HEIGHT * (1 - value)) for i, value in enumerate(values)], number)
+        parts += _legend(number, mode)
     return "".join(parts)
 
 
@@ -88,9 +83,7 @@ def _steps(steps_ms: Mapping[str, Mapping[str, float]]) -> str:
             )
         drawn.append(_text((place + 0.5) * slot, HEIGHT + 16, mode, anchor="middle"))
     for number, name in enumerate(names):
-        colour = COLOURS[number % len(COLOURS)]
-        drawn.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
-        drawn.append(_text(18, HEIGHT + 44 + 20 * number, name))
+        drawn += _legend(number, name)
     return "".join(drawn)
 
 
@@ -102,11 +95,18 @@ def lines(title: str, labels: Sequence[str], series: Mapping[str, Sequence[float
     for place, label in enumerate(labels):
         drawn.append(_text((place + 0.5) * step, HEIGHT + 16, label, anchor="middle"))
     for number, (name, values) in enumerate(series.items()):
-        colour = COLOURS[number % len(COLOURS)]
         points = [((i + 0.5) * step, HEIGHT * (1 - value / top)) for i, value in enumerate(values) if value is not None]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        drawn.append(f'<rect x="0" y="{HEIGHT + 34 + 20 * number}" width="12" height="12" fill="{colour}"/>')
-        drawn.append(_text(18, HEIGHT + 44 + 20 * number, name))
+        drawn += _line(points, number) + _legend(number, name)
     return "".join(drawn)
+
+
+def _line(points: Sequence[tuple[float, float]], number: int) -> list[str]:
+    colour = COLOURS[number % len(COLOURS)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    line = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    return [line, *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points)]
+
+
+def _legend(number: int, name: str) -> list[str]:
+    colour, y = COLOURS[number % len(COLOURS)], HEIGHT + 34 + 20 * number
+    return [f'<rect x="0" y="{y}" width="12" height="12" fill="{colour}"/>', _text(18, y + 10, name)]
