@@ -108,22 +108,28 @@ struct Fp32Tile {
 #endif
 constexpr int kTileRows = OCTAVO_TILE;
 
+// Long prompts: the codes of so many rows stay in the first-level cache while a chunk's weights pass by.
+constexpr int kRowsTogether = 2 * kTileRows;
+
 template <class Tile>
 inline void over_rows(const LinearArgs& a, int block_begin, int block_end) {
-  for (int block = block_begin; block < block_end; block++) {
-    int row = 0;
-    while (row < a.rows) {
-      const int left = a.rows - row;
-      int take = left >= 2 * kTileRows ? kTileRows : left > kTileRows ? (left + 1) / 2 : left;
-      switch (take) {
-        case 1: Tile::template run<1>(a, block, row); break;
-        case 2: Tile::template run<2>(a, block, row); break;
-        case 3: Tile::template run<3>(a, block, row); break;
-        case 4: Tile::template run<4>(a, block, row); break;
-        case 5: Tile::template run<5>(a, block, row); break;
-        default: Tile::template run<6>(a, block, row); break;
+  for (int begin = 0; begin < a.rows; begin += kRowsTogether) {
+    const int end = a.rows - begin < kRowsTogether ? a.rows : begin + kRowsTogether;
+    for (int block = block_begin; block < block_end; block++) {
+      int row = begin;
+      while (row < end) {
+        const int left = end - row;
+        int take = left >= 2 * kTileRows ? kTileRows : left > kTileRows ? (left + 1) / 2 : left;
+        switch (take) {
+          case 1: Tile::template run<1>(a, block, row); break;
+          case 2: Tile::template run<2>(a, block, row); break;
+          case 3: Tile::template run<3>(a, block, row); break;
+          case 4: Tile::template run<4>(a, block, row); break;
+          case 5: Tile::template run<5>(a, block, row); break;
+          default: Tile::template run<6>(a, block, row); break;
+        }
+        row += take;
       }
-      row += take;
     }
   }
 }
