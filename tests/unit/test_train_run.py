@@ -13,6 +13,7 @@ from octavo import LLM
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.setup import build
+from octavo.errors import ConfigError, ModelNotFound
 from octavo.params import SamplingParams
 from octavo.spec.checkpoint import load_draft
 from octavo.train.corpus import Corpus, Filter
@@ -121,3 +122,24 @@ def test_self_prompting_is_deterministic_and_skips_what_it_has(tmp_path: Path) -
         assert llm.tokenizer.decode(prefix) == "user: "
     starts = [s.tokens[s.generated_start :][:12] for s in once]
     assert len(set(starts)) == len(starts)
+
+
+def test_training_goes_on_from_an_earlier_draft(folder: Path) -> None:
+    loaded = loaded_model("llama")
+    first = options("eagle3", folder, out=folder / "first", measure=False)
+    before = train_draft(first, loaded=loaded, llm_factory=TinyLLM)
+    more = options("eagle3", folder, out=folder / "second", init=first.out, draft_vocab=64, seed=2, measure=False)
+    after = train_draft(more, loaded=loaded, llm_factory=TinyLLM)
+    earlier, later = (load_draft(o.out, loaded.config, loaded.sha256) for o in (first, more))
+    assert after["went_on_from"] == earlier.fingerprint != later.fingerprint and before["went_on_from"] is None
+    assert torch.equal(earlier.token_ids, later.token_ids)  # its vocabulary, not one of 64
+    assert after["history"][0]["loss"] < before["history"][0]["loss"]
+
+
+def test_an_earlier_draft_of_the_other_kind_is_refused(folder: Path) -> None:
+    first = options("eagle3", folder, out=folder / "kind", measure=False)
+    train_draft(first, loaded=loaded_model("llama"), llm_factory=TinyLLM)
+    with pytest.raises(ConfigError, match="dflash"):
+        train_draft(options("dflash", folder, init=first.out), loaded=loaded_model("llama"), llm_factory=TinyLLM)
+    with pytest.raises(ModelNotFound):
+        train_draft(options("eagle3", folder, init=folder / "none"), loaded=loaded_model("llama"), llm_factory=TinyLLM)

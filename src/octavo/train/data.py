@@ -74,9 +74,19 @@ def choose_vocabulary(corpus: Corpus, size: int, vocab_size: int) -> DraftVocabu
     """The `size` most frequent answer tokens (ties to the lowest id). Raises ConfigError for a bad size."""
     if not 1 <= size <= vocab_size:
         raise ConfigError("draft_vocab", size, f"1 to {vocab_size}")
+    counts = _answer_counts(corpus, vocab_size)
+    return covered_by(corpus, torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size])), vocab_size)
+
+
+def covered_by(corpus: Corpus, token_ids: Tensor, vocab_size: int) -> DraftVocabulary:
+    """A vocabulary of these ids, and what it covers of this corpus."""
+    counts = _answer_counts(corpus, vocab_size)
+    total = int(counts.sum())
+    return DraftVocabulary(token_ids, float(counts[token_ids.numpy()].sum() / total) if total else 0.0)
+
+
+def _answer_counts(corpus: Corpus, vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, dtype=np.int64)
     for sample in corpus:
         np.add.at(counts, np.asarray(sample.tokens[sample.answer_start :], dtype=np.int64), 1)
-    best = np.sort(np.argsort(-counts, kind="stable")[:size])
-    total = int(counts.sum())
-    return DraftVocabulary(torch.from_numpy(best), float(counts[best].sum() / total) if total else 0.0)
+    return counts

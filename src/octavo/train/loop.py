@@ -168,9 +168,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def evaluate(
-    net: nn.Module, batches: Sequence[list[int]], outcome: OutcomeOf, seed: int = 7
-) -> dict[str, float]:
+def evaluate(net: nn.Module, batches: Sequence[list[int]], outcome: OutcomeOf, seed: int = 7) -> dict[str, float]:
     """Mean loss and teacher-forced accept length over fixed batches."""
     net.eval()
     generator = torch.Generator().manual_seed(seed)

@@ -108,6 +108,7 @@ class _Setup:
     net: Any
     config: Any
     coverage: float
+    start: str  # which earlier draft it goes on from, if any
 
 
 def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> di
     from octavo.train.loop import LoopOptions, Trainer, evaluate
 
     setup = _setup(options, target, corpus, work)
-    fingerprint = _fingerprint(options, setup.store.key)
+    fingerprint = _fingerprint(options, setup.store.key, start_from=setup.start)
     lengths = [min(len(s.tokens), options.max_tokens) for s in setup.train.samples]
     loop = LoopOptions(
         epochs=options.epochs,
@@ -141,6 +142,7 @@ def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> di
         "target": target.name,
         "target_sha256": target.sha256,
         "corpus": {"samples": len(corpus), "answer_tokens": corpus.answer_tokens, "recipe": corpus.recipe},
+        "went_on_from": setup.start or None,
         "draft_vocab_coverage": round(setup.coverage, 4),
         "steps": progress.step,
         "epochs_done": progress.epoch,
@@ -158,49 +160,28 @@ def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> di
 
 
 def _setup(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> _Setup:
-    from octavo.spec.draft_config import default_dflash_layers, default_eagle_taps
-    from octavo.train.data import choose_vocabulary, make_batch
-    from octavo.train.features import FeatureStore
+    from octavo.train.data import choose_vocabulary, covered_by, make_batch
     from octavo.train.nets import DFlashNet, EagleNet, rope_for
     from octavo.train.objectives import Frozen, dflash_outcome, eagle_outcome
-    from octavo.train.start import head_name, initial_weights, new_dflash_config, new_eagle_config, unused_token
+    from octavo.train.start import earlier_draft, head_name
 
     config, source = target.config, target.tensors
     train, _ = corpus.split(options.held_out)
-    vocabulary = choose_vocabulary(train, min(options.draft_vocab, config.vocab_size), config.vocab_size)
-    # one pass over the target serves both algorithms
-    both = set(default_eagle_taps(config.num_layers))
-    both |= {i + 1 for i in default_dflash_layers(config.num_layers, options.features)}
-    store = FeatureStore(
-        work / "features", corpus, tuple(sorted(both)), config.hidden_size, f"{target.sha256}{options.quantization}"
-    )
-    if store.missing():
-        network = _network(options, target)
-        with _bar("features", sum(len(s.tokens) for s in corpus), 0) as bar:
-            store.build(network, bar.update)
-        del network
+    if options.init is not None:  # read before the long pass over the target
+        start = earlier_draft(options.init, config, options.algorithm, target.sha256)
+        vocabulary = covered_by(train, start.token_ids, config.vocab_size)
+    else:
+        vocabulary = choose_vocabulary(train, min(options.draft_vocab, config.vocab_size), config.vocab_size)
+        start = _new_draft(options, target, corpus, vocabulary.token_ids)
+    draft: Any = start.config
+    store = _features(options, target, corpus, work, draft.taps)
     table = source.tensor("model.embed_tokens.weight").float()
     head = source.tensor(head_name(source)).float().index_select(0, vocabulary.token_ids)
     frozen = Frozen(table, head, vocabulary.token_ids, config.final_logit_softcap)
     positions = options.max_tokens + max(options.unroll, options.block_size) + 1
-    if options.algorithm == "eagle3":
-        draft: Any = new_eagle_config(config, vocabulary.token_ids, target.sha256, options.intermediate)
-        weights = initial_weights(draft, source, vocabulary.token_ids, options.seed)
-        net: Any = EagleNet(weights, rope_for(draft, config.rope, positions))
-    else:
-        seen = {t for s in corpus for t in s.tokens}
-        draft = new_dflash_config(
-            config,
-            vocabulary.token_ids,
-            layers=options.layers,
-            features=options.features,
-            block_size=options.block_size,
-            mask_token_id=unused_token(target.tokenizer, config.vocab_size, seen),
-            sha256=target.sha256,
-            intermediate=options.intermediate,
-        )
-        weights = initial_weights(draft, source, vocabulary.token_ids, options.seed)
-        net = DFlashNet(weights, rope_for(draft, config.rope, positions))
+    net: Any = (EagleNet if options.algorithm == "eagle3" else DFlashNet)(
+        start, rope_for(draft, config.rope, positions)
+    )
 
     def outcome(indices: list[int], generator: torch.Generator) -> Outcome:
         batch = make_batch(store, indices, draft.taps, options.max_tokens)
@@ -208,7 +189,47 @@ def _setup(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> _S
             return eagle_outcome(net, frozen, batch, options.unroll)
         return dflash_outcome(net, frozen, batch, options.anchors, generator)
 
-    return _Setup(store, train, outcome, net, draft, vocabulary.coverage)
+    earlier = start.fingerprint if options.init is not None else ""
+    return _Setup(store, train, outcome, net, draft, vocabulary.coverage, earlier)
+
+
+def _new_draft(options: TrainOptions, target: Any, corpus: Corpus, token_ids: torch.Tensor) -> Any:
+    """A draft of the options' shape with the weights that training starts from."""
+    from octavo.train.start import initial_weights, new_dflash_config, new_eagle_config, unused_token
+
+    config = target.config
+    if options.algorithm == "eagle3":
+        draft: Any = new_eagle_config(config, token_ids, target.sha256, options.intermediate)
+    else:
+        seen = {t for s in corpus for t in s.tokens}
+        draft = new_dflash_config(
+            config,
+            token_ids,
+            layers=options.layers,
+            features=options.features,
+            block_size=options.block_size,
+            mask_token_id=unused_token(target.tokenizer, config.vocab_size, seen),
+            sha256=target.sha256,
+            intermediate=options.intermediate,
+        )
+    return initial_weights(draft, target.tensors, token_ids, options.seed)
+
+
+def _features(options: TrainOptions, target: Any, corpus: Corpus, work: Path, taps: tuple[int, ...]) -> FeatureStore:
+    """The target's hidden states over the corpus; one pass serves both algorithms with their usual layers."""
+    from octavo.spec.draft_config import default_dflash_layers, default_eagle_taps
+    from octavo.train.features import FeatureStore
+
+    config = target.config
+    wanted = {*taps, *default_eagle_taps(config.num_layers)}
+    wanted |= {i + 1 for i in default_dflash_layers(config.num_layers, options.features)}
+    key = f"{target.sha256}{options.quantization}"
+    store = FeatureStore(work / "features", corpus, tuple(sorted(wanted)), config.hidden_size, key)
+    if store.missing():
+        network = _network(options, target)
+        with _bar("features", sum(len(s.tokens) for s in corpus), 0) as bar:
+            store.build(network, bar.update)
+    return store
 
 
 def _network(options: TrainOptions, target: Any) -> Any:
@@ -297,12 +318,12 @@ def _short(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
-def _fingerprint(options: TrainOptions, store_key: str) -> str:
+def _fingerprint(options: TrainOptions, store_key: str, *, start_from: str) -> str:
     card = options.card()
     made_of = ("answer_tokens", "generate_batch", "generate_minutes", "max_question_tokens", "max_answer_tokens")
     for name in made_of:  # how the corpus came about is in its key
         del card[name]
-    return hashlib.sha256(json.dumps([card, store_key], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([card, store_key, start_from], sort_keys=True).encode()).hexdigest()
 
 
 def _bar(title: str, total: int, done: int) -> Any:

@@ -18,6 +18,7 @@ class TrainOptions:
     out: Path
     target: str = "smollm2"
     data: Path | None = None  # corpus file; built there if it is not complete
+    init: Path | None = None  # draft whose weights and vocabulary training starts from
     answer_tokens: int = 500_000
     seed: int = 1
     epochs: int = 2
@@ -48,7 +49,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.algorithm not in ("eagle3", "dflash"):
             raise ConfigError("algorithm", self.algorithm, "eagle3 or dflash")
-        for name in ("out", "data", "prompts", "cache_dir"):
+        for name in ("out", "data", "init", "prompts", "cache_dir"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, Path(value).expanduser())
@@ -74,7 +75,7 @@ class TrainOptions:
     def card(self) -> dict[str, Any]:
         """What is kept with the draft: every option that shapes it."""
         shaping = asdict(self)
-        for name in ("out", "data", "cache_dir", "prompts", "threads", "measure", "default"):
+        for name in ("out", "data", "init", "cache_dir", "prompts", "threads", "measure", "default"):
             del shaping[name]
         return shaping
 
@@ -82,6 +83,7 @@ class TrainOptions:
 _HELP = {
     "target": "model to draft for: a known name, a .gguf file, a safetensors folder or a hub id",
     "data": "corpus file (.npz); gone on with if it is there, else made by self-prompting",
+    "init": "folder of an earlier draft to go on from: its weights, shape and vocabulary",
     "answer_tokens": "answer tokens the corpus should have",
     "seed": "of data, initial weights and order",
     "epochs": "passes over the corpus",

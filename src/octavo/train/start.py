@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.errors import ConfigError
 from octavo.model.config import ModelConfig
-from octavo.spec.checkpoint import DraftWeights, expected_tensors
+from octavo.spec.checkpoint import DraftWeights, expected_tensors, load_draft
 from octavo.spec.draft_config import (
     DFlashConfig,
     DraftConfig,
@@ -87,6 +88,19 @@ def unused_token(tokenizer: Any, vocab_size: int, seen: set[int]) -> int:
     if not free:
         raise ConfigError("target", "its vocabulary", "one id that no text uses is needed as the mask token")
     return free[0]
+
+
+def earlier_draft(folder: Path, target: ModelConfig, algorithm: str, sha256: str | None) -> DraftWeights:
+    """An earlier draft of the same target to go on from; its shape and vocabulary stay.
+
+    Raises ConfigError if it is of another kind, ModelError or ModelNotFound if it cannot be read or does not fit.
+    """
+    weights = load_draft(folder, target, sha256)
+    if weights.config.algorithm != algorithm:
+        raise ConfigError("init", str(folder), f"a draft of kind {algorithm}; this one is {weights.config.algorithm}")
+    tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
+    ids = torch.arange(target.vocab_size) if weights.token_ids is None else weights.token_ids
+    return replace(weights, tensors=tensors, token_ids=ids)
 
 
 def initial_weights(config: DraftConfig, source: Any, token_ids: torch.Tensor, seed: int) -> DraftWeights:
