@@ -8,7 +8,7 @@ Token order in the forward: decode rows first (root, then drafted columns), then
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from octavo.kv.ledger import Ledger
 from octavo.ops.meta import KVView, StepMeta
 from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
 from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch
+from octavo.spec.pending import PendingSteps
 from octavo.spec.prepare import prepare_step
 from octavo.spec.verify import accept, ancestor_mask, compact_kv, path_tokens
 
@@ -55,6 +56,16 @@ class Flat:
         return out.reshape(rows, self.width, *flat.shape[1:])
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One token for each of b rows: ledger rows, sequence of each token and ones, [b] each; indptr on the host."""
+
+    rows: torch.Tensor
+    q_seq: torch.Tensor
+    ones: torch.Tensor
+    q_indptr: tuple[int, ...]
+
+
 class Runner:
     """Binds a network, its KV tensors, a sampler and at most one drafter to the ledger's decisions."""
 
@@ -79,8 +90,10 @@ class Runner:
             tables["swa"] = kv.swa_table
         self._projection = TableProjection(tables)
         self._tiers = None if kv.sparse is None or ledger.tiers is None else TierProjection(kv.sparse, ledger.tiers)
-        self._last_batch: tuple[tuple[int, ...], torch.Tensor, torch.Tensor, tuple[int, ...]] | None = None
+        self._last_batch: tuple[tuple[int, ...], Batch] | None = None
         self._taps = drafter.taps if drafter is not None else ()
+        self.pending = PendingSteps()
+        self._may_wait = drafter is not None and drafter.needs_draft_kv
         self._pools = tuple(name for name in ("full", "swa") if getattr(kv, name) is not None)
 
     # -- life of a row -------------------------------------------------------------------------------------------
@@ -88,6 +101,7 @@ class Runner:
     def begin(self, request: Request, ban_ids: Sequence[int]) -> None:
         """A request got its row: everything per-row on the device is set anew."""
         self.sampler.begin(request, ban_ids)
+        self.pending.forget(request.row)
         if self.drafter is not None:
             self.drafter.begin(
                 DraftRequest(request.row, tuple(request.tokens), request.max_tokens, request.launched_tokens)
@@ -104,6 +118,7 @@ class Runner:
 
     def end(self, row: int) -> None:
         self.sampler.end(row)
+        self.pending.forget(row)
         if self.drafter is not None:
             self.drafter.end(row)
 
@@ -113,7 +128,7 @@ class Runner:
         """Run the plan; returns at once on an asynchronous device."""
         self.project()
         handle = StepHandle(plan)
-        draft = self._propose(plan)
+        draft = self._propose(plan, handle)
         if draft is None and not plan.prefills:
             self._plain(handle, plan)
             handle.send(self.device)
@@ -137,12 +152,13 @@ class Runner:
         if self._tiers is not None:
             self._tiers.apply_rows()
 
-    def _propose(self, plan: StepPlan) -> Draft | None:
+    def _propose(self, plan: StepPlan, handle: StepHandle) -> Draft | None:
         if self.drafter is None or not plan.decodes or plan.draft_tokens == 0:
             return None
         host_rows = tuple(d.row for d in plan.decodes)
         top_ks = [d.request.params.top_k for d in plan.decodes]
         prepare_step(self.drafter, host_rows, self._ledger, top_ks, self.network.config.vocab_size)
+        handle.caught_up_tokens = self._show_pending()
         rows = upload(list(host_rows), self.device)
         tokens = tuple(d.request.tokens for d in plan.decodes) if self.drafter.needs_host_tokens else None
         draft = self.drafter.propose(
@@ -187,17 +203,18 @@ class Runner:
     def _plain(self, handle: StepHandle, plan: StepPlan) -> None:
         """One token for every row, nothing drafted: the same as `_forward`, with as few operations as it takes."""
         host_rows = tuple(d.row for d in plan.decodes)
-        rows, q_seq, q_indptr = self._batch_of(host_rows)
+        batch = self._batch_of(host_rows)
+        rows = batch.rows
         start = self.relay.seq_lens.index_select(0, rows)
         meta = StepMeta(
             token_ids=self.relay.last_tokens.index_select(0, rows),
             positions=start,
             write_slots=start,
-            q_seq=q_seq,
+            q_seq=batch.q_seq,
             rows=rows,
             kv_start=start,
             mask=None,
-            q_indptr=q_indptr,
+            q_indptr=batch.q_indptr,
             max_kv_tokens=plan.max_kv_tokens,
             num_decodes=len(host_rows),
         )
@@ -213,13 +230,13 @@ class Runner:
             self.sampler.remember(rows, at, sampled[:, None])
         handle.keep_plain(sampled, logprobs)
         if self.drafter is not None:
-            self._observe(
+            self._observe_plain(
                 Observation(
                     rows=rows,
                     host_rows=host_rows,
-                    indptr=q_indptr,
+                    indptr=batch.q_indptr,
                     start=start,
-                    counts=torch.ones_like(start),
+                    counts=batch.ones,
                     features=taps,
                     next_tokens=sampled,
                     is_last=(True,) * len(host_rows),
@@ -228,13 +245,13 @@ class Runner:
                 )
             )
 
-    def _batch_of(self, host_rows: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-        """(rows, sequence index of each token, indptr) of a plain step; the same rows mostly come again."""
+    def _batch_of(self, host_rows: tuple[int, ...]) -> Batch:
+        """What describes a plain step of these rows; the same rows mostly come again."""
         if self._last_batch is None or self._last_batch[0] != host_rows:
             b = len(host_rows)
             rows, seq = upload(list(host_rows), self.device), torch.arange(b, device=self.device)
-            self._last_batch = (host_rows, rows, seq, tuple(range(b + 1)))
-        return self._last_batch[1:]
+            self._last_batch = (host_rows, Batch(rows, seq, torch.ones_like(rows), tuple(range(b + 1))))
+        return self._last_batch[1]
 
     def _flat(self, decode_rows: int, draft: Draft | None) -> Flat:
         if draft is None:
@@ -374,7 +391,8 @@ class Runner:
             by_node = flat.pad(taps)
             index = nodes[:, :, None].expand(-1, -1, by_node.shape[2])
             features = by_node.gather(1, index).reshape(len(host_rows) * width, -1)
-        self._observe(
+        observe = self._observe_plain if width == 1 else self._observe
+        observe(
             Observation(
                 rows=rows,
                 host_rows=host_rows,
@@ -392,6 +410,28 @@ class Runner:
     def _observe(self, observation: Observation) -> None:
         if self.drafter is not None:
             self.drafter.observe(observation)
+
+    def _observe_plain(self, step: Observation) -> None:
+        """Nothing was drafted, one token a row: a drafter with draft KV need not see it yet (spec/pending.py)."""
+        if not self._may_wait:
+            self._observe(step)
+            return
+        self.pending.add(step)
+        if self.pending.full:
+            self._show_pending()
+
+    def _show_pending(self) -> int:
+        """Show the drafter what waits: draft KV is whole then. Returns the number of tokens."""
+        step = self.pending.take()
+        if step is None:
+            return 0
+        self._observe(step)
+        return step.indptr[-1]
+
+    def write_pending(self, rows: Iterable[int]) -> None:
+        """Before anybody else is given pages of these rows: their draft KV is written."""
+        if self.pending.holds(rows):
+            self._show_pending()
 
     # -- prompt chunks -------------------------------------------------------------------------------------------
 

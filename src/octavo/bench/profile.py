@@ -95,6 +95,7 @@ def _watched(llm: LLM) -> Iterator[Stopwatch]:
     watch.wrap(core, "_settle", "books and text")
     watch.wrap(runner, "_propose", "draft")
     watch.wrap(runner, "_observe", "draft")
+    watch.wrap(runner, "write_pending", "draft")
     watch.wrap(runner.network, "forward", "network")
     watch.wrap(runner.network, "logits", "head")
     watch.wrap(runner.network, "argmax", "head")

@@ -72,6 +72,7 @@ class EngineCore:
             on_fail=self._fail,
             on_leave=parts.runner.end,
         )
+        self.scheduler.before_publish = self._before_publish
         self._requests: dict[str, list[Request]] = {}
         self._inflight: StepHandle | None = None
         self._ready: list[ChoiceOutput] = []  # outputs made outside a settle: failures, aborts
@@ -261,6 +262,7 @@ class EngineCore:
             kept = bool(applied[len(plan.decodes) + i])
             self._land(request, kept, outputs=int(chunk.final))
             if kept and request.active:
+                self.runner.write_pending((request.row,))  # pages become others' here: draft KV included
                 if request.namespace is None:
                     self.ledger.publish(request.row, request.tokens)
                 if i in result.prompts:
@@ -370,13 +372,21 @@ class EngineCore:
         self._release(request, reason, publish=reason == "abort", error=error)
         self._emit(request, delta, reason, error)
 
+    def _before_publish(self, row: int) -> None:
+        """Pages of the row are about to enter the tree: their draft KV must be whole."""
+        if self.ledger.config.prefix_cache:
+            self.runner.write_pending((row,))
+
     def _release(
         self, request: Request, reason: str, *, publish: bool, error: OctavoError | None = None
     ) -> None:
         self.scheduler.remove(request)
         row = request.row
         if row >= 0:
-            self.ledger.release(row, request.tokens if publish and request.namespace is None else None)
+            published = publish and request.namespace is None
+            if published:
+                self._before_publish(row)
+            self.ledger.release(row, request.tokens if published else None)
             if request.state is not State.TRANSFER:
                 self.runner.end(row)
         elif request.kept is not None and self.tiers is not None:
@@ -436,7 +446,8 @@ class EngineCore:
         now = time.perf_counter()
         begun = self._settled_s if self._overlap else handle.started_s
         self._settled_s = now
-        timed = now - begun if begun is not None and not handle.plan.prefills else None
+        usual = not handle.plan.prefills and not handle.caught_up_tokens  # neither prompts nor what others left behind
+        timed = now - begun if begun is not None and usual else None
         self._adaptive.record(len(handle.plan.decodes), result.drafted, result.accepted, timed)
 
     def _check_books(self) -> None:

@@ -64,6 +64,7 @@ class TierControl:
         if backup is None:
             return
         try:
+            self._runner.write_pending(backup.rows.tolist())
             self._mover.back_up(backup.rows, backup.columns)
         except OctavoError:
             self._ledger.end_backup(backup.op, written=False)
@@ -85,6 +86,7 @@ class TierControl:
         first, last = self._ledger.unbacked(row)
         columns = np.arange(first, last)
         self._runner.project()
+        self._runner.write_pending((row,))
         self._mover.back_up(np.full_like(columns, row), columns)
         whole = columns[columns < int(self._ledger.committed[row]) // self._page]
         self._mover.sum_up(self._host_pages(np.full_like(whole, row), whole))

@@ -63,6 +63,7 @@ class Scheduler:
         self.running: list[Request] = []  # rows held, in order of admission
         self.parked: list[Request] = []  # rows held while their KV moves between servers: never planned
         self.busy_elsewhere: Callable[[], bool] = lambda: False  # rows or pages will come back without a step
+        self.before_publish: Callable[[int], None] = lambda row: None  # pages of this row are about to enter the tree
         self.keep: Callable[[Request], None] | None = None  # with a host tier: retract, KV stays there
         self.revive: Callable[[Request], None] | None = None  # … and bring it back; raises OutOfRows, OutOfPages
         self._revived = False  # a request came back while this step was planned
@@ -297,6 +298,8 @@ class Scheduler:
             if request not in self.running:
                 return  # it ended: the host tier could not take it
         else:
+            if publish:
+                self.before_publish(row)
             self.ledger.release(row, request.tokens if publish else None)
         self.running.remove(request)
         if request in self._started:

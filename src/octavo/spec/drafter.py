@@ -1,7 +1,9 @@
 """The contract between the engine's one decode loop and every drafting algorithm.
 
     begin(request)      once, when the request gets its row: forget everything about the row's former owner
-    observe(obs)        after every target forward (prefill chunk, decode, verify): true tokens and features
+    observe(obs)        true tokens and features of every target forward (prefill chunk, decode, verify). Steps that
+                        drafted nothing may be shown several at once if `needs_draft_kv` (spec/pending.py), always
+                        before `propose` and before anybody else is given the row's pages
     propose(batch)      before every verify: the draft tokens, as a chain or a tree
     end(row)            once, when the request leaves its row
 

@@ -1,0 +1,116 @@
+"""Plain decode steps that a drafter with draft KV has not been shown yet.
+
+A step that drafts nothing needs no draft KV: only the next draft does, and whoever is given the row's pages. So the
+features of such steps wait here and are shown together, as one `Observation` like a prompt chunk's. The draft KV of
+a token is a function of its own features and position, and the operations give every row the same bits in any
+company: what is written late equals what would have been written at once.
+
+    shown before      the next draft (spec: propose), a publish or release that keeps pages, a transfer, a backup into
+                      the host tier, a retraction
+    shown at          `BOUND_TOKENS` waiting tokens
+    forgotten with    the row (its pages are nobody's then)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from octavo.backend.relay import upload
+from octavo.spec.drafter import Observation
+
+BOUND_TOKENS = 64  # over all rows: by then a token's share of the batched forward no longer falls
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """One plain step, one token a row; `forgotten` rows have ended since."""
+
+    step: Observation
+    forgotten: set[int] = field(default_factory=set)
+
+
+class PendingSteps:
+    """Observations of one token a row, in the order of their steps."""
+
+    def __init__(self, bound_tokens: int = BOUND_TOKENS) -> None:
+        self.bound_tokens = bound_tokens
+        self.tokens = 0  # waiting, those of ended rows included
+        self._steps: list[_Waiting] = []
+        self._rows: set[int] = set()
+
+    @property
+    def full(self) -> bool:
+        return self.tokens >= self.bound_tokens
+
+    def add(self, step: Observation) -> None:
+        """Keep a step; nothing is copied. Raises ValueError unless it has one token a row."""
+        if step.indptr[-1] != len(step.host_rows):
+            raise ValueError(f"{step.indptr[-1]} tokens of {len(step.host_rows)} rows: a plain step has one a row")
+        self._steps.append(_Waiting(step))
+        self._rows.update(step.host_rows)
+        self.tokens += len(step.host_rows)
+
+    def holds(self, rows: Iterable[int]) -> bool:
+        """Whether anything of one of these rows waits."""
+        return not self._rows.isdisjoint(rows)
+
+    def forget(self, row: int) -> None:
+        """The row has ended: its pages are no longer its own."""
+        if row in self._rows:
+            self._rows.discard(row)
+            for waiting in self._steps:
+                if row in waiting.step.host_rows:
+                    waiting.forgotten.add(row)
+
+    def take(self) -> Observation | None:
+        """Everything that waits as one ragged observation, row by row in order of position; None: nothing does."""
+        steps, self._steps = self._steps, []
+        self._rows.clear()
+        self.tokens = 0
+        places: dict[int, list[int]] = {}  # ledger row -> its tokens' places in the steps laid end to end
+        end = 0
+        for waiting in steps:
+            for place, row in enumerate(waiting.step.host_rows, end):
+                if row not in waiting.forgotten:
+                    places.setdefault(row, []).append(place)
+            end += len(waiting.step.host_rows)
+        if not places:
+            return None
+        if len(steps) == 1 and not steps[0].forgotten:
+            return steps[0].step
+        return _merged([waiting.step for waiting in steps], places)
+
+
+def _merged(steps: list[Observation], places: dict[int, list[int]]) -> Observation:
+    device = steps[0].rows.device
+    order = [place for row in places.values() for place in row]
+    indptr = [0]
+    for row in places.values():
+        indptr.append(indptr[-1] + len(row))
+    in_order = order == list(range(sum(len(step.host_rows) for step in steps)))
+    pick = None if in_order else upload(order, device)
+
+    def laid(parts: list[torch.Tensor]) -> torch.Tensor:
+        whole = torch.cat(parts)
+        return whole if pick is None else whole.index_select(0, pick)
+
+    features = [step.features for step in steps if step.features is not None]
+    newest = steps[-1]
+    return Observation(
+        rows=upload(list(places), device),
+        host_rows=tuple(places),
+        indptr=tuple(indptr),
+        # a row's steps follow each other, so its first position tells all of them
+        start=torch.cat([step.start for step in steps]).index_select(
+            0, upload([p[0] for p in places.values()], device)
+        ),
+        counts=upload([len(p) for p in places.values()], device),
+        features=laid(features) if features else None,
+        next_tokens=laid([step.next_tokens for step in steps]),
+        is_last=(True,) * len(places),
+        kv=newest.kv,
+        max_kv_tokens=max(step.max_kv_tokens for step in steps),
+    )
