@@ -157,6 +157,7 @@ class HandoverFailed(OctavoError):
 
     status = 502
     code = "handover_failed"
+    cause = "other"  # one of octavo.disagg.failures.CAUSES: what the metrics count it under
 
 
 class HandoverTimeout(HandoverFailed):

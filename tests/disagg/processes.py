@@ -17,7 +17,7 @@ import httpx
 
 from tests.api.serving import ROOT, Server, free_port, running
 
-HEALTH = ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--disable-retries"]
+HEALTH = ["--health-check-interval-secs", "1", "--health-failure-threshold", "2"]
 _ROOMS = iter(range(1, 10**9))
 
 
@@ -94,7 +94,8 @@ def trio(tmp: Path, *, decodes: int = 1, router: bool = False, prefill: dict[str
 
 
 @contextlib.contextmanager
-def routing(tmp: Path, prefill: Server, bootstrap_port: int, decodes: list[Server]) -> Iterator[str]:
+def routing(tmp: Path, prefill: Server, bootstrap_port: int, decodes: list[Server], *, retries: bool = False
+            ) -> Iterator[str]:
     """`sglang-router` in prefill/decode mode; yields its address."""
     port, metrics = free_port(), free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
@@ -102,6 +103,7 @@ def routing(tmp: Path, prefill: Server, bootstrap_port: int, decodes: list[Serve
     for server in decodes:
         command += ["--decode", server.url]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), *HEALTH]
+    command += [] if retries else ["--disable-retries"]
     with (tmp / "router.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
     try:

@@ -94,7 +94,7 @@ def read_in_the_middle(servers: Trio, way: Road, calls: Calls, *, decode: Server
     until(lambda: rooms(servers.prefill).get("offered") == 2)
     started["before"] = calls.ask(LONG[2], decode=decode, only="decode")
     until(lambda: rooms(decode) == {"running": 1, "transferring": 3})
-    assert CUT_BYTES == 5_000_000 < 1500 * TOKEN_BYTES, "the read is cut, not complete"
+    assert way.data.stands and CUT_BYTES < 1500 * TOKEN_BYTES, "the read is cut, not complete"
     return started
 
 
@@ -106,8 +106,9 @@ def pair(tmp_path: Path) -> Iterator[tuple[Trio, Road, Calls]]:
 
 def warm(calls: Calls, alone: dict[str, str], prompt: str = LONG[2], decode: Server | None = None) -> None:
     """A request that is served as ever, its prompt's pages moved and used again."""
-    for call in calls.ask(prompt, decode=decode).values():
-        assert text_of(call.result()[0]) in (alone[prompt], alone[prompt][:1])
+    asked = calls.ask(prompt, decode=decode)
+    assert text_of(asked["decode"].result()[0]) == alone[prompt]
+    assert asked["prefill"].result()[0].status_code == 200
 
 
 def test_prefill_killed_inside_a_read(pair: tuple[Trio, Road, Calls], tmp_path: Path, alone: dict[str, str]) -> None:
@@ -191,7 +192,7 @@ def test_decode_stopped_inside_a_read_for_forty_seconds(tmp_path: Path, alone: d
         while time.monotonic() < stopped + 40:  # pages it was reading are used by others meanwhile
             for prompt in LONG:
                 warm(other, alone, prompt, servers.decodes[1])
-            time.sleep(2.0)
+            time.sleep(8.0)
         kill_tree(servers.decode, signal.SIGCONT)
         wait_ready(servers.decode)
         for name in ("during", "behind", "before"):

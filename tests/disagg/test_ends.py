@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -171,6 +172,11 @@ def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
         dead = here.read(address, copies_of(local, remote, [201], [201]))
         until(lambda: dead.status is not Status.PENDING, 30)
         assert dead.status is Status.UNKNOWN
+        readers = [t for t in threading.enumerate() if t.name == f"read-{address}"]
+        assert len(readers) == 1
+        here.forget(address)
+        readers[0].join(10)
+        assert not readers[0].is_alive(), "a former life of a server keeps no thread"
         here.close()
     finally:
         source.kill()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.disagg import protocol as p
+from octavo.disagg.failures import failed
 from octavo.disagg.prefill import PrefillSide
 from octavo.disagg.states import DECODE_MOVES, PREFILL_MOVES, IllegalPhase, Phase, Tombstones, move
 from octavo.engine.request import Bootstrap, EngineRequest
@@ -292,6 +294,97 @@ def test_the_handshake_names_what_differs(change: dict[str, Any], named: str) ->
     assert error is not None and error.status == 502 and named in str(error)
     pair.prefill.abort("r")
     pair.step()
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"tail_start_tokens": 48}, "a window tail from token 48: it starts at 64"),
+     ({"tail_start_tokens": 65}, "a window tail from token 65"),
+     ({"tail_start_tokens": -16}, "a window tail from token -16"),
+     ({"prefix_tokens": 8}, "a prefix of 8 tokens"),
+     ({"prefix_tokens": -16}, "a prefix of -16 tokens"),
+     ({"prefix_tokens": 96}, "a prefix of 96 tokens"),
+     ({"prompt_tokens": 89}, "prompts differ")],
+)  # fmt: skip
+def test_a_wish_that_cannot_be_is_refused(change: dict[str, int], named: str) -> None:
+    """What crosses the wire is checked before pages are chosen by it: 90 tokens, window 24, page 16, tail at 64."""
+    pair = small()
+    carry = pair.net.carry
+
+    def forge(sender: str, receiver: str, message: Any) -> None:
+        if isinstance(message, p.Want):
+            assert (message.prompt_tokens, message.tail_start_tokens) == (90, 64)
+            message = msgspec.structs.replace(message, **change)
+        carry(sender, receiver, message)
+
+    pair.net.carry = forge  # type: ignore[method-assign]
+    pair.ask("r", TOKENS, GREEDY)
+    for _ in range(6):
+        pair.step()
+    for side in ("prefill", "decode"):
+        assert named in str(pair.end(side, "r").error)
+    pair.net.carry = carry  # type: ignore[method-assign]
+    cause = "prompts_differ" if "prompt" in named else "bad_message"
+    assert pair.prefill.side.tally.snapshot()["failures"] == {cause: 1}
+    check_other(pair)
+    pair.close()
+
+
+def test_failures_are_counted_by_cause() -> None:
+    pair = small()
+    pair.wire.fail_after = 0
+    pair.ask("unread", TOKENS, GREEDY)
+    for _ in range(10):
+        pair.step()
+    pair.wire.fail_after = None
+    pair.ask("left", TOKENS, GREEDY)
+    for _ in range(3):
+        pair.step()
+    pair.cores["decode"].abort("left")
+    for _ in range(5):
+        pair.step()
+    pair.wire.hold = True
+    pair.ask("cut", OTHER, GREEDY)
+    for _ in range(5):
+        pair.step()
+    pair.net.kill(PREFILL, "no sign of life for 2.5 s", final=False)
+    pair.wire.hold = False
+    pair.wire.release()
+    for _ in range(3):
+        pair.step()
+    seen = {name: core.side.tally.snapshot() for name, core in pair.cores.items()}
+    assert seen["decode"]["failures"] == {"read_failed": 1, "peer_gone": 1}
+    assert seen["decode"]["results"] == {"done": 0, "failed": 2, "aborted": 1}
+    assert seen["prefill"]["failures"] == {"peer_ended": 2}, "`left` had been read over there"
+    assert pair.decode.stats().transfers["failures"] == {"read_failed": 1, "peer_gone": 1}
+    pair.prefill.side._peer_down(DECODE, "we were silent")
+    pair.run()
+    pair.close()
+    with pytest.raises(KeyError):
+        failed("no such cause", "")
+
+
+def test_seconds_of_a_transfer_are_told_apart() -> None:
+    pair = small()
+    pair.ask("r", TOKENS, GREEDY)
+    pair.run()
+    seen = pair.decode.side.tally.snapshot()
+    assert 0 < seen["behind_seconds"] < seen["seconds"] and seen["results"]["done"] == 1
+    pair.close()
+
+
+def test_the_transport_forgets_former_lives_of_a_server() -> None:
+    """Each life has an address and, in the transport, a thread of its own: they do not add up over restarts."""
+    pair = small()
+    check_other(pair)
+    side = pair.decode.side
+    for life in ("life2", "life3"):
+        side._welcomed(PREFILL, p.Welcome("inprocess", life, side.regions))
+    assert side._transport.forgotten == [PREFILL, "life2"]
+    pair.net.kill(PREFILL)
+    pair.step(["decode"])
+    assert side._transport.forgotten == [PREFILL, "life2", "life3"]
     pair.close()
 
 

@@ -132,7 +132,6 @@ def test_logprobs_stops_and_schema_cross_over() -> None:
     tokens = prompts(1)[0]
     plain = solo("llama", tokens)
     pair = Pair()
-    stop = bytes(plain[3:5]).decode("latin-1") if max(plain[3:5]) < 128 else None
     pair.ask("lp", tokens, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3))
     pair.ask("one", tokens, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     pair.ask("eos", tokens, SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[plain[0]]))
@@ -146,7 +145,23 @@ def test_logprobs_stops_and_schema_cross_over() -> None:
     assert pair.end("decode", "zero").finish_reason == "length"
     text = pair.text("re")
     assert len(text) == 5 and text[4] == "c" and set(text[:4]) <= set("ab")
-    assert stop is None or stop
+    pair.close()
+
+
+def test_stop_strings_cross_over() -> None:
+    """A stop string may begin with the token that the prefill server samples: both hold its text back."""
+    shaped = {"regex": "[ab]{4}c[ab]{9}", "temperature": 0, "max_tokens": 30}
+    tokens = prompts(1)[0]
+    pair = Pair()
+    pair.ask("whole", tokens, SamplingParams(**shaped))
+    pair.run()
+    whole = pair.text("whole")
+    assert len(whole) == 14
+    for name, stop, kept in (("first", whole[:2], ""), ("later", "c" + whole[5], whole[:4])):
+        pair.ask(name, tokens, SamplingParams(**shaped, stop=[stop]))
+        pair.run()
+        end = pair.end("decode", name)
+        assert (pair.text(name), end.finish_reason, end.stop_reason) == (kept, "stop", stop)
     pair.close()
 
 

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from octavo._version import __version__
+from octavo.disagg.failures import CAUSES
 from octavo.engine.process import rss_bytes
 from octavo.errors import EngineDead
 
@@ -57,6 +58,7 @@ def stats_values(stats: dict[str, Any]) -> dict[str, Any]:
         values["kv_tier_backups_waiting"], values["kv_tier_retracted"] = tiers["backups_waiting"], tiers["tickets"]
     transfers = stats.get("transfers", {})
     values["kv_transfers"] = transfers.get("results", {"done": 0, "failed": 0})
+    values["kv_transfer_failures"] = dict.fromkeys(CAUSES, 0) | transfers.get("failures", {})
     values["kv_transfer_bytes"] = transfers.get("bytes", 0)
     return values
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.disagg import protocol as p
 from octavo.disagg.budget import Holder, admission_pages, growth_pages
+from octavo.disagg.failures import failed, gone, too_late, why
 from octavo.disagg.hub import Hub
 from octavo.disagg.layout import import_seed, layout_of, regions_of
 from octavo.disagg.prefill import rooms_of
@@ -25,14 +26,7 @@ from octavo.disagg.tally import TransferTally
 from octavo.disagg.transport.base import Status, Transport, copies_of
 from octavo.engine.output import TokenLogprob
 from octavo.engine.request import Request
-from octavo.errors import (
-    HandoverFailed,
-    HandoverTimeout,
-    LawViolation,
-    OctavoError,
-    OutOfPages,
-    RequestError,
-)
+from octavo.errors import LawViolation, OctavoError, OutOfPages, RequestError
 from octavo.kv.books import OutOfRows
 
 if TYPE_CHECKING:
@@ -70,6 +64,7 @@ class DecodeSide:
         self.regions = regions_of(core.parts)
         transport.register(list(self.regions.values()))
         self._servers: dict[str, Server] = {}
+        self._addresses: dict[str, str] = {}  # prefill server -> where its newest life is read from
         self._line: list[Room] = []  # arrived and preallocating, in order of arrival
         self._moving: dict[tuple[int, int], Room] = {}  # (room, attempt) -> transferring and waiting
         self._by_request: dict[int, Room] = {}  # id(request), every phase
@@ -164,7 +159,7 @@ class DecodeSide:
             self._welcomed(peer, message)
         elif isinstance(message, p.Refuse):
             self._servers.pop(peer, None)
-            self._fail_all(peer, HandoverFailed(f"prefill server {peer} does not fit this one: {message.reason}"))
+            self._fail_all(peer, failed("refused", f"prefill server {peer} does not fit this one: {message.reason}"))
         elif isinstance(message, (p.Pages, p.Computed, p.Kept, p.Gone)):
             room = self._moving.get((message.room, message.attempt))
             if room is None or room.peer != peer:
@@ -172,11 +167,11 @@ class DecodeSide:
             if isinstance(message, p.Pages):
                 self._announced(room, message)
             elif isinstance(message, p.Computed):
-                room.computed = message
+                room.computed, room.computed_s = message, time.monotonic()
             elif isinstance(message, p.Kept):
                 self._confirmed(room, message)
             else:
-                self._core.fail(room.request, _gone(message))
+                self._core.fail(room.request, gone(message))
 
     def _welcomed(self, peer: str, welcome: p.Welcome) -> None:
         server = self._servers.get(peer)
@@ -192,17 +187,28 @@ class DecodeSide:
                         f"{region.page_bytes}"
         if wrong:
             del self._servers[peer]
-            self._fail_all(peer, HandoverFailed(f"prefill server {peer} does not fit this one: {wrong}"))
+            self._fail_all(peer, failed("refused", f"prefill server {peer} does not fit this one: {wrong}"))
             return
         server.welcome = welcome
+        self._forget(peer, welcome.address)
         for room in self._draining:  # a new life of the server: the former one's reads are final
             if room.peer == peer and room.gone_final_s is None and _other(room, welcome.address):
                 room.gone_final_s = time.monotonic()
 
+    def _forget(self, peer: str, address: str | None) -> None:
+        """A server is read from `address` now; what the transport keeps for its former life goes."""
+        old = self._addresses.pop(peer, None)
+        if address is not None:
+            self._addresses[peer] = address
+        if old is not None and old != address:
+            self._transport.forget(old)
+
     def _peer_down(self, peer: str, down: p.PeerDown) -> None:
-        self._servers.pop(peer, None)
-        self._fail_all(peer, HandoverFailed(f"prefill server {peer} is gone: {down.reason}"))
+        server = self._servers.pop(peer, None)
+        cause = "unreachable" if server is None or server.welcome is None else "peer_gone"
+        self._fail_all(peer, failed(cause, f"prefill server {peer} is gone: {down.reason}"))
         if down.final:
+            self._forget(peer, None)
             for room in self._draining:
                 if room.peer == peer and room.gone_final_s is None:
                     room.gone_final_s = time.monotonic()
@@ -217,7 +223,7 @@ class DecodeSide:
         if server is None or server.welcome is None:
             return
         if not room.takes(pages):
-            self._core.fail(room.request, HandoverFailed(f"room {room.room}: pages were announced out of order"))
+            self._core.fail(room.request, failed("bad_message", f"room {room.room}: pages were announced out of order"))
             return
         last = pages.first + len(pages.ids)
         ledger = self._core.ledger
@@ -230,7 +236,7 @@ class DecodeSide:
         if local is None or remote is None or table is None:
             return  # a pool of zero bytes: pages that only the books know
         if not all(0 <= page < remote.pages for page in pages.ids):
-            self._core.fail(room.request, HandoverFailed(f"room {room.room}: announced pages do not exist"))
+            self._core.fail(room.request, failed("bad_message", f"room {room.room}: announced pages do not exist"))
             return
         targets = table[room.row, pages.first : last]
         if pages.pool == "full" and ledger.tiers is not None:
@@ -244,7 +250,7 @@ class DecodeSide:
         status = room.status()
         if status in (Status.FAILED, Status.UNKNOWN):
             error = next(t.error for t in room.tickets if t.status is status)
-            self._core.fail(room.request, HandoverFailed(f"room {room.room}: KV could not be read: {error}"))
+            self._core.fail(room.request, failed("read_failed", f"room {room.room}: KV could not be read: {error}"))
         elif room.phase is Phase.TRANSFERRING and room.announced and status is Status.DONE:
             room.move(Phase.WAITING)
             self._ask(room, now)
@@ -262,7 +268,8 @@ class DecodeSide:
         if room.phase is not Phase.WAITING or room.arrived:
             return
         if not kept.kept:
-            self._core.fail(room.request, HandoverFailed(f"room {room.room}: the prefill server let its pages go"))
+            reason = f"room {room.room}: the prefill server let its pages go"
+            self._core.fail(room.request, failed("pages_let_go", reason))
             return
         room.arrived = True
         self._land(room)
@@ -278,8 +285,8 @@ class DecodeSide:
             raise LawViolation(14, "a room in line for landing has no lease", row=room.row, room=room.room)
         del self._moving[room.room, room.attempt]
         room.move(Phase.RUNNING)
-        self.tally.count("done")
-        self.tally.moved(room.moved_bytes, time.monotonic() - room.transfer_started_s)
+        now = time.monotonic()
+        self.tally.moved(room.moved_bytes, now - room.transfer_started_s, room.read_s, now - room.computed_s)
         request = room.request
         request.cached_tokens = max(request.cached_tokens, computed.cached_tokens)
         logprobs = None
@@ -396,28 +403,29 @@ class DecodeSide:
         room.move(Phase.DONE if was is Phase.RUNNING else Phase.ABORTED if reason == "abort" else Phase.FAILED)
         if was in (Phase.ARRIVED, Phase.PREALLOCATING):
             self._line.remove(room)
-            self.tally.count(_cause(reason, error))
+            self.tally.lost(reason, error)
             if room.peer in self._servers:  # the request over there waits to be asked: nobody will
-                self._hub.send(room.peer, p.Drop(room.room, 0, _why(reason, error)))
+                self._hub.send(room.peer, p.Drop(room.room, 0, why(reason, error)))
         elif was in (Phase.TRANSFERRING, Phase.WAITING):
             del self._moving[room.room, room.attempt]
-            self.tally.count(_cause(reason, error))
+            self.tally.lost(reason, error)
             room.ended_s = now
             self._draining.append(room)
-            self._hub.send(room.peer, p.Drop(room.room, room.attempt, _why(reason, error)))
+            self._hub.send(room.peer, p.Drop(room.room, room.attempt, why(reason, error)))
             self._changed = True
 
     def _expire(self, now: float) -> None:
         for peer, server in list(self._servers.items()):
             if server.welcome is None and now > server.since_s + GREETING_S:
                 del self._servers[peer]
-                self._fail_all(peer, HandoverTimeout(f"prefill server {peer} did not answer within {GREETING_S:g} s"))
+                reason = f"prefill server {peer} did not answer within {GREETING_S:g} s"
+                self._fail_all(peer, too_late("unreachable", reason))
             elif server.welcome is None and now > server.greeted_s + GREET_AGAIN_S:
                 server.greeted_s = now
                 self._hub.send(peer, p.Hello(self.layout))
         for room in [r for r in (*self._line, *self._moving.values()) if now >= r.deadline_s]:
-            self._core.fail(room.request, HandoverTimeout(
-                f"room {room.room} was {room.phase.value} when its {self._timeout_s:g} s were over"))
+            self._core.fail(room.request, too_late(
+                "deadline", f"room {room.room} was {room.phase.value} when its {self._timeout_s:g} s were over"))
         self._tombstones.expire(now)
 
     def report(self) -> dict[str, Any]:
@@ -441,22 +449,6 @@ class DecodeSide:
         self._draining.clear()
         self._hub.close()
         self._transport.close()
-
-
-def _gone(gone: p.Gone) -> OctavoError:
-    error = HandoverFailed(f"room {gone.room}: {gone.reason}")
-    error.status, error.code = gone.status, gone.code
-    return error
-
-
-def _why(reason: str, error: OctavoError | None) -> str:
-    return "aborted" if reason == "abort" else str(error) if error is not None else reason
-
-
-def _cause(reason: str, error: OctavoError | None) -> str:
-    if reason == "abort":
-        return "aborted"
-    return "expired" if isinstance(error, HandoverTimeout) else "failed"
 
 
 def _other(room: Room, address: str) -> bool:

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.disagg import protocol as p
+from octavo.disagg.failures import failed, too_late, why
 from octavo.disagg.hub import Hub
 from octavo.disagg.layout import layout_of, regions_of, seed_bytes
 from octavo.disagg.states import PREFILL_MOVES, Phase, Tombstones, move
 from octavo.disagg.tally import TransferTally
 from octavo.disagg.transport.base import Transport
 from octavo.engine.request import Request, State
-from octavo.errors import HandoverFailed, HandoverTimeout, OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.kv.pages import ceil_pages
 from octavo.kv.sliding import swa_tail
 
@@ -127,21 +128,36 @@ class PrefillSide:
         if offer.phase is not Phase.ARRIVED:
             self._hub.send(peer, p.Gone(want.room, want.attempt, "the room is taken by another attempt", 409))
             return
-        tokens = offer.request.tokens
-        if want.prompt_tokens != len(tokens) or want.prompt != p.prompt_digest(tokens):
-            reason = f"the prompts differ ({len(tokens)} tokens here, {want.prompt_tokens} on the decode server)"
+        wrong = self._wrong(offer, want)
+        if wrong is not None:
+            cause, reason = wrong
             self._hub.send(peer, p.Gone(want.room, want.attempt, reason))
-            self._core.fail(offer.request, HandoverFailed(f"room {offer.room}: {reason}"))
+            self._core.fail(offer.request, failed(cause, f"room {offer.room}: {reason}"))
             return
         offer.peer, offer.want = peer, want
-        size, window = self.layout.page_size, self.layout.window_tokens
+        size = self.layout.page_size
         offer.first_full = want.prefix_tokens // size
-        offer.first_swa = max(want.prefix_tokens, swa_tail(len(tokens), window, size).start_tokens) // size
+        offer.first_swa = max(want.prefix_tokens, want.tail_start_tokens) // size
         offer.deadline_s = time.monotonic() + self._timeout_s
         self._move(offer, Phase.COMPUTING)
         with self._lock:
             self._keeping[peer, want.room, want.attempt] = True
         self._core.scheduler.enqueue(offer.request)
+
+    def _wrong(self, offer: Offer, want: p.Want) -> tuple[str, str] | None:
+        """What is wrong with what a decode server asks for: (cause, text), or None. Both sides compute the tail with
+        the same function; here the two results meet."""
+        tokens, size, window = offer.request.tokens, self.layout.page_size, self.layout.window_tokens
+        if want.prompt_tokens != len(tokens) or want.prompt != p.prompt_digest(tokens):
+            return "prompts_differ", \
+                f"the prompts differ ({len(tokens)} tokens here, {want.prompt_tokens} on the decode server)"
+        if not 0 <= want.prefix_tokens <= len(tokens) or want.prefix_tokens % size:
+            return "bad_message", f"a prefix of {want.prefix_tokens} tokens: whole pages of {size} within " \
+                f"{len(tokens)} are possible"
+        tail = swa_tail(len(tokens), window, size).start_tokens if window else 0
+        if want.tail_start_tokens != tail:
+            return "bad_message", f"a window tail from token {want.tail_start_tokens}: it starts at {tail}"
+        return None
 
     def _move(self, offer: Offer, phase: Phase) -> None:
         offer.phase = move(PREFILL_MOVES, offer.room, offer.phase, phase)
@@ -201,14 +217,14 @@ class PrefillSide:
         self._tombstones.add(offer.room, now)
         done = offer.phase is Phase.OFFERED and reason in ("stop", "length")
         self._move(offer, Phase.DONE if done else Phase.ABORTED if reason == "abort" else Phase.FAILED)
+        if not done:
+            self.tally.lost(reason, error)
         if offer.want is None:
             return
         if not done:
-            what = "aborted" if reason == "abort" else str(error) if error is not None else reason
             status, code = (error.status, error.code) if error is not None else (502, "prefill_failed")
-            gone = p.Gone(offer.room, offer.want.attempt, f"the prefill server ended the room: {what}", status, code)
-            self._hub.send(offer.peer, gone)
-            self.tally.count("aborted" if reason == "abort" else "failed")
+            ended = f"the prefill server ended the room: {why(reason, error)}"
+            self._hub.send(offer.peer, p.Gone(offer.room, offer.want.attempt, ended, status, code))
         if offer.ops:
             offer.deadline_s = now + self._timeout_s
             self._ended.append(offer)  # its pages stay until the reader says "read", or is dead
@@ -256,7 +272,8 @@ class PrefillSide:
                 offer = self._rooms.get(message.room)
                 offer = offer if offer is not None and offer.phase is Phase.ARRIVED else None
             if offer is not None:
-                self._core.fail(offer.request, HandoverFailed(f"the decode server ended the room: {message.reason}"))
+                reason = f"the decode server ended the room: {message.reason}"
+                self._core.fail(offer.request, failed("peer_ended", reason))
         elif isinstance(message, p.Read):
             self._finish(peer, message)
 
@@ -290,7 +307,7 @@ class PrefillSide:
             return
         if not read.ok or offer.phase is not Phase.OFFERED or offer.token is None:
             self._withdraw(offer)
-            self._core.fail(offer.request, HandoverFailed("the decode server ended the room"))
+            self._core.fail(offer.request, failed("peer_ended", "the decode server ended the room"))
             return
         self._withdraw(offer)
         self.tally.count("done")
@@ -310,7 +327,7 @@ class PrefillSide:
             del self._orphans[key]
         for offer in [o for o in self._rooms.values() if o.peer == peer]:
             self._withdraw(offer)
-            self._core.fail(offer.request, HandoverFailed(f"the decode server is gone: {reason}"))
+            self._core.fail(offer.request, failed("peer_gone", f"the decode server is gone: {reason}"))
         for offer in [o for o in self._ended if o.peer == peer]:
             self._ended.remove(offer)
             self._withdraw(offer)
@@ -324,7 +341,7 @@ class PrefillSide:
             what = "no decode server has asked for" if offer.phase is Phase.ARRIVED else "the decode server never read"
             if offer.phase is Phase.OFFERED:
                 self._withdraw(offer)
-            self._core.fail(offer.request, HandoverTimeout(f"{what} room {offer.room} in {self._timeout_s:g} s"))
+            self._core.fail(offer.request, too_late("deadline", f"{what} room {offer.room} in {self._timeout_s:g} s"))
         for offer in [o for o in self._ended if now >= o.deadline_s]:
             self._ended.remove(offer)
             self._withdraw(offer)

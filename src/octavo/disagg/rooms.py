@@ -34,6 +34,7 @@ class Room:
     computed: p.Computed | None = None
     asked_s: float = 0.0  # when the prefill side was last asked whether it kept its pages
     transfer_started_s: float = 0.0
+    computed_s: float = 0.0  # when the prefill side said that the prompt is computed
     gone_final_s: float | None = None  # since when nothing can arrive any more, although reads ended unknown
     ended_s: float = 0.0
     arrived: bool = False  # the prefill side held its pages to the end: the KV is here, the row waits for device slots
@@ -73,3 +74,7 @@ class Room:
     @property
     def moved_bytes(self) -> int:
         return sum(ticket.moved_bytes for ticket in self.tickets)
+
+    @property
+    def read_s(self) -> float:
+        return sum(ticket.seconds for ticket in self.tickets)

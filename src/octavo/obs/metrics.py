@@ -88,6 +88,8 @@ SPECS: tuple[Spec, ...] = (
     Spec("kv_tier_retracted", "gauge", "Retracted requests whose KV waits in the host tier",
          source="kv_tier_retracted"),
     Spec("kv_transfers_total", "counter", "KV transfers by result", ("result",), source="kv_transfers"),
+    Spec("kv_transfer_failures_total", "counter", "Rooms that failed, by cause", ("cause",),
+         source="kv_transfer_failures"),
     Spec("kv_transfer_bytes_total", "counter", "Bytes of KV moved by transfers", source="kv_transfer_bytes"),
     Spec("engine_steps_total", "counter", "Steps the engine has run", source="steps"),
     Spec("engine_up", "gauge", "1 while the engine process answers its heartbeat", source="up"),

@@ -25,15 +25,17 @@ class Copy(NamedTuple):
 
 
 class Ticket:
-    """One read on its way. `status` is set once, by the transport, from any thread."""
+    """One read on its way. `status` is set once, by the transport, from any thread; `seconds` before that: how long
+    the transport was at work on it, without the time in line."""
 
-    __slots__ = ("error", "moved_bytes", "peer", "size_bytes", "status")
+    __slots__ = ("error", "moved_bytes", "peer", "seconds", "size_bytes", "status")
 
     def __init__(self, peer: str, size_bytes: int) -> None:
         self.peer, self.size_bytes = peer, size_bytes
         self.status = Status.PENDING
         self.error = ""
         self.moved_bytes = 0
+        self.seconds = 0.0
 
 
 class Transport(Protocol):
@@ -56,6 +58,10 @@ class Transport(Protocol):
 
     def on_final(self, call: Callable[[], None]) -> None:
         """`call` (from any thread) when a ticket leaves `PENDING`."""
+        ...
+
+    def forget(self, peer: str) -> None:
+        """Nothing will be read from the transport address `peer` any more; what is on its way goes on. Idempotent."""
         ...
 
     def close(self) -> None: ...

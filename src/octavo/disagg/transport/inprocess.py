@@ -73,6 +73,7 @@ class InProcessTransport:
         self._wire, self._name = wire, name
         self._final: Callable[[], None] = lambda: None
         self._regions: list[Region] = []
+        self.forgotten: list[str] = []
 
     @property
     def address(self) -> str:
@@ -92,6 +93,9 @@ class InProcessTransport:
         ticket = Ticket(peer, sum(c.size_bytes for c in copies))
         self._wire.start(ticket, copies, self._final)
         return ticket
+
+    def forget(self, peer: str) -> None:
+        self.forgotten.append(peer)
 
     def close(self) -> None:
         """Nothing to close: reads that are held stay with the wire."""

@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,9 +86,11 @@ class MooncakeTransport:
     def _perform(self, ticket: Ticket, copies: list[Copy]) -> None:
         for first in range(0, len(copies), BATCH):
             part = copies[first : first + BATCH]
+            started_s = time.monotonic()
             code = self._engine.batch_transfer_sync_read(
                 ticket.peer, [c.target for c in part], [c.source for c in part], [c.size_bytes for c in part]
             )
+            ticket.seconds += time.monotonic() - started_s
             if code != 0:
                 ticket.error, ticket.status = f"Mooncake returned {code}", Status.UNKNOWN
                 return
@@ -95,7 +98,7 @@ class MooncakeTransport:
         ticket.status = Status.DONE
 
     def forget(self, peer: str) -> None:
-        """The peer is gone for good: its thread ends when its last call returns."""
+        """The peer is gone for good, its address is of a former life: its thread ends when its last call returns."""
         jobs = self._queues.pop(peer, None)
         if jobs is not None:
             jobs.put(None)
