@@ -14,6 +14,13 @@ bool by_rows(int64_t op) {
   return op != OCTAVO_LINEAR && op != OCTAVO_ATTENTION && op != OCTAVO_ARGMAX && op != OCTAVO_SELECT;
 }
 
+bool by_rows_or_linear(int64_t op) { return op == OCTAVO_LINEAR || by_rows(op); }
+
+// Long prompts: a thread takes so many rows through everything between two attentions, so that what one operation
+// writes is still in its cache when the next reads it, and threads meet once a layer. Few rows are better shared out
+// by outputs: a weight is then read once.
+constexpr int kWideRows = 24, kWideChunks = 4;  // rows of a chunk; chunks a thread there must be
+
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -42,29 +49,34 @@ Program::Program(std::vector<octavo_instr> code, std::vector<int64_t> widths, st
       arena_(nullptr, std::free) {
   for (int i = 0; i < (int)code_.size(); i++) {
     const octavo_instr& in = code_[(size_t)i];
-    if (by_rows(in.op) && !stages_.empty() && by_rows(code_[(size_t)stages_.back().begin].op)) {
-      stages_.back().end = i + 1;
-      continue;
-    }
-    Stage stage{i, i + 1, -1, in.op == OCTAVO_ATTENTION && in.i[2] == kSparsePool};
-    if (stage.sparse || in.op == OCTAVO_SELECT) {
-      const SparseOp op = sparse_op(in);
-      if (!sparse_) sparse_ = std::make_unique<SparsePlan>(op.heads, op.kv_heads);
-      if (sparse_->heads != op.heads || sparse_->kv_heads != op.kv_heads) throw std::invalid_argument("heads");
-    } else if (in.op == OCTAVO_ATTENTION) {
-      const AttnOp op = attn_op(in);
-      for (size_t p = 0; p < plans_.size(); p++)
-        if (plans_[p].window == op.window && plans_[p].heads == op.heads && plans_[p].kv_heads == op.kv_heads)
-          stage.plan = (int)p;
-      if (stage.plan < 0) {
-        stage.plan = (int)plans_.size();
-        plans_.emplace_back(op.window, op.heads, op.kv_heads);
-      }
-    }
-    stages_.push_back(stage);
+    const Stage stage{i, i + 1, plan_of(in), in.op == OCTAVO_ATTENTION && in.i[2] == kSparsePool};
+    const auto add = [&](std::vector<Stage>& stages, bool (*row_alone)(int64_t)) {
+      if (row_alone(in.op) && !stages.empty() && row_alone(code_[(size_t)stages.back().begin].op))
+        stages.back().end = i + 1;
+      else
+        stages.push_back(stage);
+    };
+    add(stages_, by_rows);
+    add(wide_stages_, by_rows_or_linear);
   }
-  best_.resize(stages_.size());
-  totals_.resize(stages_.size());
+  best_.resize(std::max(stages_.size(), wide_stages_.size()));
+}
+
+// Index of the attention plan an instruction uses; -1 for none. Layers of one shape share a plan.
+int Program::plan_of(const octavo_instr& in) {
+  if (in.op == OCTAVO_SELECT || (in.op == OCTAVO_ATTENTION && in.i[2] == kSparsePool)) {
+    const SparseOp op = sparse_op(in);
+    if (!sparse_) sparse_ = std::make_unique<SparsePlan>(op.heads, op.kv_heads);
+    if (sparse_->heads != op.heads || sparse_->kv_heads != op.kv_heads) throw std::invalid_argument("heads");
+    return -1;
+  }
+  if (in.op != OCTAVO_ATTENTION) return -1;
+  const AttnOp op = attn_op(in);
+  for (size_t p = 0; p < plans_.size(); p++)
+    if (plans_[p].window == op.window && plans_[p].heads == op.heads && plans_[p].kv_heads == op.kv_heads)
+      return (int)p;
+  plans_.emplace_back(op.window, op.heads, op.kv_heads);
+  return (int)plans_.size() - 1;
 }
 
 // Buffers grow to the largest step seen; nothing is allocated in later steps.
@@ -110,30 +122,34 @@ int Program::linear_chunks(const Weight& w, int threads) const {
 
 void Program::plan_step(int threads) {
   const int64_t n = run_->tokens;
-  row_chunk_ = (int)std::max<int64_t>(1, n / (threads * 4));
+  const bool wide = n >= (int64_t)kWideRows * kWideChunks * threads && !run_->profile;  // profiles tell operations apart
+  live_ = wide ? &wide_stages_ : &stages_;
+  row_chunk_ = wide ? kWideRows : (int)std::max<int64_t>(1, n / (threads * 4));
+  totals_.assign(live_->size(), 0);
   for (auto& plan : plans_) plan.build(*run_, threads);
   if (sparse_) {
     if (!run_->sparse) throw std::invalid_argument("no sparse state");
     sparse_->build(*run_, threads);
   }
-  for (size_t s = 0; s < stages_.size(); s++) {
-    const octavo_instr& in = code_[(size_t)stages_[s].begin];
-    if (in.op == OCTAVO_LINEAR) {
+  for (size_t s = 0; s < live_->size(); s++) {
+    const Stage& stage = (*live_)[s];
+    const octavo_instr& in = code_[(size_t)stage.begin];
+    if (in.op == OCTAVO_LINEAR && !wide) {
       totals_[s] = linear_chunks(*(const Weight*)in.w, threads);
     } else if (in.op == OCTAVO_ARGMAX) {
       totals_[s] = linear_chunks(*(const Weight*)in.w, threads);
       best_[s].resize((size_t)totals_[s] * (size_t)n);
     } else if (in.op == OCTAVO_SELECT) {
       totals_[s] = sparse_->select_chunks();
-    } else if (stages_[s].sparse) {
+    } else if (stage.sparse) {
       sparse_->reserve((int)in.i[4]);
       totals_[s] = sparse_->attend_chunks();
     } else if (in.op == OCTAVO_ATTENTION) {
-      AttnPlan& plan = plans_[(size_t)stages_[s].plan];
+      AttnPlan& plan = plans_[(size_t)stage.plan];
       plan.reserve((int)in.i[4]);
       totals_[s] = plan.chunks();
     } else {
-      totals_[s] = threads == 1 || n <= 2 ? kSerial : (int)((n + row_chunk_ - 1) / row_chunk_);
+      totals_[s] = (threads == 1 || n <= 2) && !wide ? kSerial : (int)((n + row_chunk_ - 1) / row_chunk_);
     }
   }
 }
@@ -153,10 +169,11 @@ int Program::run(Pool& pool, const octavo_run& run) {
 
 // A stage opens when the one before it is complete: counters of its attention plan are free again.
 void Program::opened(int stage) {
-  if (stage < (int)stages_.size()) {
-    if (stages_[(size_t)stage].plan >= 0) plans_[(size_t)stages_[(size_t)stage].plan].reset_counters();
-    if (stages_[(size_t)stage].sparse) sparse_->reset_attend();
-    if (first(stage).op == OCTAVO_SELECT) sparse_->reset_select();
+  if (stage < (int)live_->size()) {
+    const Stage& next = (*live_)[(size_t)stage];
+    if (next.plan >= 0) plans_[(size_t)next.plan].reset_counters();
+    if (next.sparse) sparse_->reset_attend();
+    if (code_[(size_t)next.begin].op == OCTAVO_SELECT) sparse_->reset_select();
   }
   if (!run_->profile) return;
   const double now = seconds();
@@ -166,11 +183,11 @@ void Program::opened(int stage) {
 }
 
 void Program::chunk(int s, int index, int thread) {
-  const Stage& stage = stages_[(size_t)s];
+  const Stage& stage = (*live_)[(size_t)s];
   const octavo_instr& in = code_[(size_t)stage.begin];
   PerThread& t = threads_[(size_t)thread];
   const int total = totals_[(size_t)s];
-  if (in.op == OCTAVO_LINEAR) {
+  if (in.op == OCTAVO_LINEAR && live_ == &stages_) {
     linear(in, index, total);
   } else if (in.op == OCTAVO_ARGMAX) {
     argmax(in, index, total, t);
@@ -202,8 +219,17 @@ void Program::chunk(int s, int index, int thread) {
   } else {
     const int64_t begin = total == kSerial ? 0 : (int64_t)index * row_chunk_;
     const int64_t end = total == kSerial ? run_->tokens : std::min(run_->tokens, begin + row_chunk_);
-    for (int64_t row = begin; row < end; row++)
-      for (int i = stage.begin; i < stage.end; i++) row_instr(code_[(size_t)i], row, t);
+    for (int i = stage.begin; i < stage.end;) {
+      if (code_[(size_t)i].op == OCTAVO_LINEAR) {
+        linear_rows(code_[(size_t)i++], begin, end);
+        continue;
+      }
+      int last = i;
+      while (last < stage.end && code_[(size_t)last].op != OCTAVO_LINEAR) last++;
+      for (int64_t row = begin; row < end; row++)
+        for (int j = i; j < last; j++) row_instr(code_[(size_t)j], row, t);
+      i = last;
+    }
   }
 }
 
@@ -306,24 +332,45 @@ void Program::rope_write(const octavo_instr& in, int64_t row, PerThread& t) {
   }
 }
 
-void Program::linear(const octavo_instr& in, int index, int chunks) {
-  const auto& w = *(const Weight*)in.w;
+// Rows [row_begin, row_end) of a linear instruction but for where its result goes.
+LinearArgs Program::linear_args(const octavo_instr& in, int64_t row_begin, int64_t row_end) const {
   LinearArgs a{};
-  a.w = &w;
-  a.rows = (int)run_->tokens;
-  if (w.kind == kInt4 || w.kind == kInt8) {
+  a.w = (const Weight*)in.w;
+  a.rows = (int)(row_end - row_begin);
+  if (a.w->kind == kInt4 || a.w->kind == kInt8) {
     a.q = quants_[(size_t)in.src];
+    const int64_t groups = row_begin * (a.q.in / kGroup);
+    a.q.code += row_begin * a.q.in;
+    a.q.scale += groups;
+    a.q.scaled_sum += groups;
+    a.q.sum += groups;
   } else {
-    a.x = at(in.src, in.src_offset, 0);
+    a.x = at(in.src, in.src_offset, row_begin);
     a.ldx = buffers_[(size_t)in.src].stride;
   }
+  return a;
+}
+
+void Program::linear_rows(const octavo_instr& in, int64_t row_begin, int64_t row_end) {
+  LinearArgs a = linear_args(in, row_begin, row_end);
+  a.out = at(in.dst, in.dst_offset, row_begin);
+  a.ldo = buffers_[(size_t)in.dst].stride;
+  if (in.src2 >= 0) {
+    a.residual = at(in.src2, in.src2_offset, row_begin);
+    a.ldr = buffers_[(size_t)in.src2].stride;
+  }
+  k_->linear(a, 0, a.w->blocks);
+}
+
+void Program::linear(const octavo_instr& in, int index, int chunks) {
+  LinearArgs a = linear_args(in, 0, run_->tokens);
   a.out = at(in.dst, in.dst_offset, 0);
   a.ldo = buffers_[(size_t)in.dst].stride;
   if (in.src2 >= 0) {
     a.residual = at(in.src2, in.src2_offset, 0);
     a.ldr = buffers_[(size_t)in.src2].stride;
   }
-  k_->linear(a, (int)((int64_t)w.blocks * index / chunks), (int)((int64_t)w.blocks * (index + 1) / chunks));
+  k_->linear(a, (int)((int64_t)a.w->blocks * index / chunks), (int)((int64_t)a.w->blocks * (index + 1) / chunks));
 }
 
 // Logits of one chunk of outputs stay in the thread's own memory.
@@ -331,15 +378,7 @@ void Program::argmax(const octavo_instr& in, int index, int chunks, PerThread& t
   const auto& w = *(const Weight*)in.w;
   const int64_t ld = (int64_t)((w.blocks + chunks - 1) / chunks) * kBlock;
   if ((int64_t)t.logits.size() < ld * run_->tokens) t.logits.resize((size_t)(ld * run_->tokens));
-  LinearArgs a{};
-  a.w = &w;
-  a.rows = (int)run_->tokens;
-  if (w.kind == kInt4 || w.kind == kInt8) {
-    a.q = quants_[(size_t)in.src];
-  } else {
-    a.x = at(in.src, in.src_offset, 0);
-    a.ldx = buffers_[(size_t)in.src].stride;
-  }
+  LinearArgs a = linear_args(in, 0, run_->tokens);
   const int begin = (int)((int64_t)w.blocks * index / chunks);
   a.out = t.logits.data() - (int64_t)begin * kBlock;
   a.ldo = ld;
@@ -348,8 +387,8 @@ void Program::argmax(const octavo_instr& in, int index, int chunks, PerThread& t
 
 void Program::finish_argmax() {
   const size_t n = (size_t)run_->tokens;
-  for (size_t s = 0; s < stages_.size(); s++) {
-    const octavo_instr& in = code_[(size_t)stages_[s].begin];
+  for (size_t s = 0; s < live_->size(); s++) {
+    const octavo_instr& in = code_[(size_t)(*live_)[s].begin];
     if (in.op != OCTAVO_ARGMAX) continue;
     auto* out = (int64_t*)buffers_[(size_t)in.dst].data;
     for (size_t r = 0; r < n; r++) {

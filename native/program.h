@@ -25,7 +25,7 @@ class Program : public Job {
   void opened(int stage) override;
 
   struct Stage {
-    int begin, end;  // instructions; more than one only where all of them work row by row
+    int begin, end;  // instructions; more than one only where a row needs no other row between them
     int plan;        // attention: index of its plan (sparse attention has one of its own)
     bool sparse;     // attention of a sparse layer
   };
@@ -47,6 +47,7 @@ class Program : public Job {
     std::vector<float> row, logits;
   };
 
+  int plan_of(const octavo_instr& in);
   void reserve(int64_t rows, int threads);
   void plan_step(int threads);
   int linear_chunks(const Weight& w, int threads) const;
@@ -54,14 +55,17 @@ class Program : public Job {
   void row_instr(const octavo_instr& in, int64_t row, PerThread& t);
   uint8_t* keys_of(int pool, int layer, int kv_heads, int head_dim, int64_t sequence, int64_t slot) const;
   void rope_write(const octavo_instr& in, int64_t row, PerThread& t);
+  LinearArgs linear_args(const octavo_instr& in, int64_t row_begin, int64_t row_end) const;
   void linear(const octavo_instr& in, int index, int chunks);
+  void linear_rows(const octavo_instr& in, int64_t row_begin, int64_t row_end);
   void argmax(const octavo_instr& in, int index, int chunks, PerThread& t);
   void finish_argmax();
 
   std::vector<octavo_instr> code_;
   std::vector<int64_t> widths_, quant_widths_, external_widths_;
   const KernelTable* k_;
-  std::vector<Stage> stages_;
+  std::vector<Stage> stages_, wide_stages_;
+  const std::vector<Stage>* live_ = &stages_;  // of this run
   std::vector<AttnPlan> plans_;
   std::unique_ptr<SparsePlan> sparse_;
   std::vector<Buffer> buffers_;

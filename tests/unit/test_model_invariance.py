@@ -66,6 +66,18 @@ def test_chunks_do_not_show(shape: str, path: str, kv_dtype: torch.dtype) -> Non
         assert torch.equal(got, whole), chunk
 
 
+@pytest.mark.skipif("native" not in PATHS, reason="the compiled operations are not there")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_a_long_prompt_shared_out_by_rows_does_not_show(quantization: Any, threads: int) -> None:
+    """From 96 rows a thread on, threads take rows through whole layers; below, outputs are shared out."""
+    config = config_of("gemma3")
+    built = build_network((config, RandomSource(config)), quantization=quantization, threads=threads)
+    ids = random_ids(401, 256, seed=5)
+    whole = Driver(built, 1, 410).prefill(0, ids)
+    assert torch.equal(Driver(built, 1, 410).prefill(0, ids, 61), whole)
+
+
 @every
 def test_company_does_not_show(shape: str, path: str) -> None:
     lengths = [1, 150, 2, 25, 23, 65]
