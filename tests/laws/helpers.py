@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,3 +53,14 @@ def pages(ledger: Ledger, row: int, pool: str = "full") -> list[int]:
 
 def ids(*values: int) -> Any:
     return np.array(values, np.int32)
+
+
+def golden(name: str) -> dict[str, list[str]]:
+    """golden/NAME.txt: headings, and under each the lines that are indented."""
+    found: dict[str, list[str]] = {}
+    for line in (Path(__file__).parent / "golden" / name).read_text().splitlines():
+        if line.startswith("    "):
+            found[list(found)[-1]].append(line[4:])
+        else:
+            found[line] = []
+    return found

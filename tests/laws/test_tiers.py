@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, LawViolation, NeverFits, OutOfPages
 from octavo.kv import balance, tiers
 from octavo.kv.ledger import Ledger, LedgerConfig
 from octavo.kv.tiers import TierConfig
-from tests.laws.helpers import commit, prefill, tokens
+from tests.laws.helpers import commit, golden, prefill, tokens
 from tests.laws.tier_simulation import TierSimulation
 
 EVENTS = (
@@ -267,31 +267,63 @@ def bound_though_free(ledger: Ledger) -> None:
     pool.host_of[np.flatnonzero(pool.state == 0)[0]] = int(np.flatnonzero(pool.host.state == 0)[0])
 
 
-PLANTED: list[tuple[int, Callable[[Ledger], None]]] = [
-    (12, edit("backed", 0, 1)),
-    (14, edit("backing", 0, 1)),
-    (14, edit("backing", 0, 3)),
-    (6, lose_slot),
-    (6, double_slot),
-    (6, two_owners),
-    (6, host_state),
-    (6, ticket_loses_a_page),
-    (6, ticket_forgotten),
-    (5, host_miscounted),
-    (5, slot_miscounted),
-    (6, bound_though_free),
-]
+PLANTED: dict[str, tuple[int, Callable[[Ledger], None]]] = {
+    "shared before it is backed up": (12, edit("backed", 0, 1)),
+    "backed before a backup began": (14, edit("backing", 0, 1)),
+    "backing over committed": (14, edit("backing", 0, 3)),
+    "row without slots": (6, edit("row_slots", 0, -1)),
+    "slot lost": (6, lose_slot),
+    "first slot lost": (6, edit("row_slots", (0, 0), -1)),
+    "slot owned twice": (6, double_slot),
+    "slot that does not exist": (6, edit("row_slots", (0, 1), 16)),
+    "slots of a free row": (6, edit("row_slots", (3, 0), 15)),
+    "host page owned twice": (6, two_owners),
+    "page without a host page": (6, edit("host_of", 0, -1)),
+    "host page that does not exist": (6, edit("host_of", 0, 20)),
+    "host page in another state": (6, host_state),
+    "ticket loses a page": (6, ticket_loses_a_page),
+    "ticket forgotten": (6, ticket_forgotten),
+    "ticket's page is leased": (6, lambda x: x.tiers.pool.host.move(x.tiers.tickets[0].host[1:], 2, 3)),
+    "ticket's path elsewhere": (12, lambda x: setattr(x.tiers.tickets[0], "node", x.tree.nodes()[0])),
+    "host page miscounted": (5, host_miscounted),
+    "slot miscounted": (5, slot_miscounted),
+    "bound though free": (6, bound_though_free),
+}
 
 
-@pytest.mark.parametrize(("law", "plant"), PLANTED, ids=range(len(PLANTED)))
-def test_a_planted_violation_is_seen(law: int, plant: Callable[[Ledger], None]) -> None:
+READ = golden("planted_tiers.txt")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_violation_is_seen(name: str) -> None:
+    law, plant = PLANTED[name]
     ledger = busy()
     plant(ledger)
-    assert law in [violation.law for violation in balance.check(ledger)]
+    found = balance.check(ledger)
+    assert law in {violation.law for violation in found}
+    assert [str(violation) for violation in found] == READ[name]  # after a wanted change, look at every line
+
+
+@pytest.mark.parametrize("fault", ["bound", "host", "slot", "state"])
+def test_eight_of_a_kind_are_named(fault: str) -> None:
+    """What is wrong everywhere fills no log."""
+    ledger = make(host=40, full=40, slots=16)
+    pool, slots = ledger.tiers.pool, ledger.tiers.slots
+    if fault == "bound":
+        pool.host_of[pool.free_list()[:9]] = pool.host.free_list()[:9]
+    elif fault == "host":
+        pool.host.take(9)
+    elif fault == "slot":
+        slots.take(9)
+    else:
+        got = prefill(ledger, tokens(36))
+        pool.host.move(pool.host_of[ledger.full_table[got.row, :9]], 2, 3)
+    assert len(balance.check(ledger)) == 8
 
 
 def test_tickets_are_not_at_rest() -> None:
     ledger = busy()
+    assert [str(violation) for violation in balance.check(ledger, at_rest=True)] == READ["at rest"]
     for row in ledger.live_rows().tolist():
         ledger.release(row)
     assert any("tickets" in str(violation) for violation in balance.check(ledger, at_rest=True))
