@@ -4,7 +4,8 @@
 
 Both get the same cores: one server with two threads, then `octavo cluster up --prefill 1 --decode 1` with one thread
 each. Four short chats stream at a time; beside them a client sends one long prompt after the other. Times are taken
-where a client sees them. Prints percentiles of both, and ratios pair / single.
+where a client sees them. Prints percentiles of both, and ratios pair / single. `stalled_s` of a run says how long this
+process itself did not get to run (more than 0.5 s at a time): such a run measured the machine and not the servers.
 """
 
 from __future__ import annotations
@@ -74,6 +75,31 @@ def long_prompt(number: int, tokens: int) -> str:
     return f"Text {number}: " + " ".join(words[(number * 7 + i * i) % len(words)] for i in range(tokens))
 
 
+class Stalls:
+    """Seconds in which a thread that only wants to sleep for 50 ms was not woken, counted from 0.5 s on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        before_s = time.monotonic()
+        while not self._stop.wait(0.05):
+            now_s = time.monotonic()
+            if now_s - before_s > 0.5:
+                self.seconds += now_s - before_s
+            before_s = now_s
+
+    def __enter__(self) -> Stalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def measure(url: str, prompts: list[str], long_tokens: int) -> dict[str, Any]:
     client = Client(url, model=None, api_key=None, timeout_s=300)
     drive(client, prompts[:2], streams=2, max_tokens=8, temperature=0.0, extra={}, progress=lambda a, b: None)
@@ -119,6 +145,8 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=24, help="short chats in all (default 24)")
     parser.add_argument("--long-tokens", type=int, default=1500, help="words of a long prompt (default 1500)")
     parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each (default 3)")
+    parser.add_argument("--prefill-chunk", type=int, help="longest piece of one prompt in a step, on all servers")
+    parser.add_argument("--only", choices=["single", "pair"], help="one of the two")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -126,7 +154,9 @@ def main() -> None:
     prompts = [json.loads(line)["prompt"] for line in lines]
     prompts = [prompts[i % len(prompts)] for i in range(args.chats)]
     common = ["--model", args.model, "--draft", "none", "--no-prefix-cache", "--max-model-len", "4096"]
-    runs: dict[str, list[dict[str, Any]]] = {"single": [], "pair": []}
+    if args.prefill_chunk is not None:
+        common += ["--prefill-chunk", str(args.prefill_chunk)]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("single", "pair") if args.only in (None, name)}
     for repeat in range(args.repeats):
         for name in runs:
             port = free_port()
@@ -138,8 +168,9 @@ def main() -> None:
                            "--threads", "1", *common]  # fmt: skip
                 ready = f"{url}/readiness"
             print(f"{name}, {repeat + 1} of {args.repeats}", file=sys.stderr)
-            with served(command, ready):
+            with served(command, ready), Stalls() as stalls:
                 runs[name].append(measure(url, prompts, args.long_tokens))
+            runs[name][-1]["stalled_s"] = stalls.seconds
     report(runs, args.out)
 
 
@@ -153,7 +184,7 @@ def report(runs: dict[str, list[dict[str, Any]]], out: Path | None) -> None:
             values.append(float(value))
         return sorted(values)[len(values) // 2]
 
-    print(f"{'':34} {'single':>9} {'pair':>9} {'pair/single':>12}")
+    print(f"{'':34}", *(f"{name:>9}" for name in runs), f"{'pair/single':>12}" if len(runs) == 2 else "")
     for label, path in (
         ("chat TTFT p50, s", ("chats", "ttft_s", "p50")),
         ("chat TTFT p99, s", ("chats", "ttft_s", "p99")),
@@ -163,9 +194,11 @@ def report(runs: dict[str, list[dict[str, Any]]], out: Path | None) -> None:
         ("chat tokens/s, all streams", ("chats", "output_tokens_per_s")),
         ("long prompt TTFT p50, s", ("long", "ttft_s", "p50")),
         ("long prompts/s", ("long", "requests_per_s")),
+        ("stalled, s", ("stalled_s",)),
     ):
-        one, two = median("single", *path), median("pair", *path)
-        print(f"{label:34} {one:9.3f} {two:9.3f} {two / one if one else float('nan'):12.2f}")
+        values = [median(name, *path) for name in runs]
+        ratio = f"{values[1] / values[0]:12.2f}" if len(values) == 2 and values[0] else ""
+        print(f"{label:34}", *(f"{value:9.3f}" for value in values), ratio)
     if out is not None:
         out.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
 
