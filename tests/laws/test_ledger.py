@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,16 @@ def test_the_smallest_configuration_works() -> None:
     assert got.cached_tokens == 0
 
 
+def test_what_is_not_said_is_small_and_plain() -> None:
+    assert asdict(LedgerConfig(page_size=16, full_pages=100)) == {
+        "page_size": 16, "full_pages": 100, "swa_pages": 0, "window_tokens": 0, "max_rows": 256, "context_tokens": 2048,
+        "largest_reserve_tokens": 1, "key_mode": "token", "prefix_cache": True, "chunk_tokens": 0, "overlap": False,
+        "tiers": None,
+    }  # fmt: skip
+
+
 def test_memory_too_small_for_one_request() -> None:
+    assert LedgerConfig(page_size=16, full_pages=1, largest_reserve_tokens=15).full_pages == 1
     assert LedgerConfig(page_size=16, full_pages=2, largest_reserve_tokens=16).full_pages == 2
     with pytest.raises(ConfigError, match="num_pages: got 1; one request needs at least 2"):
         LedgerConfig(page_size=16, full_pages=1, largest_reserve_tokens=16)
@@ -57,7 +68,8 @@ def test_sliding_pool_minimum(overlap: bool, least: int) -> None:
         "overlap": overlap,
     }  # fmt: skip
     assert LedgerConfig(**values, swa_pages=least).swa_pages == least
-    with pytest.raises(ConfigError, match=f"at least {least}"):
+    why = rf"at least {least} = ceil\(\(window 280 \+ max\(reserve 9, {1 + overlap}·chunk 256\)\)/16\) \+ 2"
+    with pytest.raises(ConfigError, match=why):
         LedgerConfig(**values, swa_pages=least - 1)
 
 
@@ -106,8 +118,9 @@ def test_rows_run_out_and_come_back() -> None:
     ledger = make(max_rows=2)
     a, b = ledger.admit([1]), ledger.admit([2])
     assert (a.row, b.row) == (0, 1)
-    with pytest.raises(OutOfRows, match="all 2 request rows"):
+    with pytest.raises(OutOfRows, match="all 2 request rows") as refused:
         ledger.admit([3])
+    assert refused.value.max_rows == 2
     ledger.release(a.row)
     again = ledger.admit([3])
     assert again.row == a.row and again.generation == a.generation + 1

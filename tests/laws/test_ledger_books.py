@@ -81,6 +81,12 @@ def test_sweeping_the_log_is_amortised(monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps: list[int] = []
     monkeypatch.setattr("octavo.kv.books.distinct", lambda cells: sweeps.append(len(cells)) or distinct(cells))
     table = Table(1, 4096)
+    table.write(0, 0, 16, 0)
+    assert not sweeps
+    table.write(0, 0, 1, 0)
+    assert sweeps == [17] and table._logged == 16
+    table.take_updates()
+    sweeps.clear()
     for column in range(4096):
         table.write(0, column, column + 1, column)
     assert 7 <= len(sweeps) <= 12, "each sweep is twice as far away as the last one"

@@ -11,6 +11,7 @@ import pytest
 from octavo.errors import LawViolation
 from octavo.kv import balance
 from octavo.kv.ledger import Ledger
+from octavo.kv.prefix import Node
 from tests.laws.helpers import commit, golden, ok, prefill, sliding, tokens
 
 
@@ -50,6 +51,12 @@ def do(action: Callable[[Ledger], Any]) -> Callable[[Ledger], None]:
 
 def node(ledger: Ledger, start_page: int = 0) -> Any:
     return next(n for n in ledger.tree.nodes() if n.start_page == start_page and n.tokens[0] < 20)
+
+
+def node_without_pages(ledger: Ledger) -> None:
+    root, none = ledger.tree.root(None), np.empty(0, np.int32)
+    root.children[b""] = Node(root, b"", none, none, 0)
+    ledger.tree.num_nodes += 1
 
 
 def set_cell(table: str, row: int, column: int, page: int) -> Callable[[Ledger], None]:
@@ -97,6 +104,7 @@ PLANTED: dict[str, tuple[int, Callable[[Ledger], None]]] = {
     "node miscounted": (6, do(lambda x: setattr(x.tree, "num_nodes", 1))),
     "node under a wrong name": (6, do(lambda x: setattr(node(x), "key", b"?"))),
     "node without its tokens": (6, do(lambda x: setattr(node(x), "tokens", node(x).tokens[1:]))),
+    "node without pages": (6, node_without_pages),
     "node at a wrong depth": (6, do(lambda x: setattr(node(x), "start_page", 1))),
     "sliding page misfiled": (6, do(lambda x: x.tree.swa_node.__setitem__(node(x).swa[0], None))),
     "empty namespace kept": (6, do(lambda x: x.tree.root("nobody"))),
@@ -104,8 +112,10 @@ PLANTED: dict[str, tuple[int, Callable[[Ledger], None]]] = {
     "wider by a page": (10, put("allocated", 1, 76 - 28)),
     "shared entry remapped": (12, set_cell("_full", 1, 0, 59)),
     "shared sliding entry remapped": (12, set_cell("_swa", 1, 3, 39)),
+    "shared sliding entry remapped to page 0": (12, set_cell("_swa", 1, 3, 0)),
     "path ends elsewhere": (12, do(lambda x: x._node.__setitem__(1, x.tree.root(None)))),
     "lock lost": (12, do(lambda x: setattr(node(x), "locks", node(x).locks - 1))),
+    "lock of nobody": (12, do(lambda x: setattr(next(n for n in x.tree.nodes() if not n.locks), "locks", 1))),
     "root lock lost": (12, do(lambda x: setattr(x.tree.root(None), "locks", 1))),
     "sliding lock lost": (12, do(lambda x: x.tree.swa_locks.__setitem__(node(x).swa[-1], 0))),
     "floor inside the window": (13, put("evicted", 1, 4)),
@@ -138,6 +148,20 @@ def busy_with(plant: Callable[[Ledger], None]) -> Ledger:
     ledger = busy()
     plant(ledger)
     return ledger
+
+
+@pytest.mark.parametrize("length", [5, 20])
+def test_sliding_pages_in_no_queue_are_seen(length: int) -> None:
+    """Page 0 alone, unlocked; and a node that is locked in part."""
+    ledger = sliding()
+    got = prefill(ledger, tokens(length), publish=True)
+    if length == 5:
+        ledger.release(got.row)
+    ledger.evict([got.row] if length == 20 else [])
+    ledger.tree.swa_heap._entries.clear()
+    assert [str(violation) for violation in balance.check(ledger)] == [
+        "law 5: evictable SWA pages are in no queue (start_page=0)"
+    ]
 
 
 def test_every_law_that_state_can_break_is_planted() -> None:

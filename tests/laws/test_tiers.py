@@ -177,6 +177,27 @@ def test_a_row_in_flight_is_not_retracted() -> None:
         ledger.drop_ticket(ticket)
 
 
+def test_a_ticket_keeps_shared_window_pages_locked() -> None:
+    sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
+    ledger = Ledger(
+        LedgerConfig(page_size=4, full_pages=20, swa_pages=16, window_tokens=8, max_rows=3, context_tokens=48,
+                     largest_reserve_tokens=4, tiers=sizes)
+    )  # fmt: skip
+    got = prefill(ledger, tokens(22))
+    back_up(ledger, got.row)
+    assert ledger.publish(got.row, tokens(22)) == 20
+    ledger.evict([got.row])
+    ticket = ledger.retract(got.row)
+    assert not balance.check(ledger) and len(ticket.swa_shared) == 2
+    assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (0, 3)
+    again = ledger.preallocate(tokens(23), 22, host=True, ticket=ticket)
+    assert (again.cached_tokens, again.tail_start_tokens) == (20, 12)
+    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
+    ledger.drop_ticket(ledger.retract(again.row))
+    assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (5, 5)
+    assert not balance.check(ledger, at_rest=True)
+
+
 def test_the_floor_check_holds_on_the_host_path() -> None:
     """The same preallocation, the same arithmetic: window 200, page 256 (inputs injected, nothing mocked)."""
     for fill, start, pages in ((512, 256, 1), (513, 256, 2), (456, 256, 1), (455, 0, 2), (100, 0, 1)):
