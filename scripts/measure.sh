@@ -53,7 +53,7 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
             vllm)
                 folder=$(mktemp -d)
                 "${VENV:-.venv}"/bin/python benchmarks/export_safetensors.py "$model" "$folder"
-                MODEL=$folder model=$folder bench "vllm.json" --depth 128 --streams 16 --output-tokens 128 \
+                MODEL=$folder model=$folder bench "vllm.json" --depth 128 --streams 16 --output-tokens 32 \
                     --dtype bfloat16 --quantization none --peer vllm
                 rm -rf "$folder"
                 ;;
