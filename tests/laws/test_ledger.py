@@ -293,27 +293,47 @@ def test_plan_evicts_cached_pages_of_the_pool_that_lacks_them() -> None:
     ok(ledger)
 
 
+def test_cached_pages_count_as_room_and_no_more_of_them_go_than_are_needed() -> None:
+    ledger = sliding(window_tokens=8, full_pages=10, swa_pages=9)
+    ledger.release(prefill(ledger, tokens(24), publish=True).row)
+    ledger.tree.evict_swa(1)
+    row = ledger.admit(tokens(60, 50)).row
+    ledger.extend(row, 4)
+    for upto, pool, have in ((44, "full", 9), (40, "swa", 8)):
+        with pytest.raises(OutOfPages) as caught:
+            ledger.extend(row, upto)
+        assert (caught.value.pool, caught.value.available_pages) == (pool, have)
+    ledger.extend(row, 20)
+    assert (ledger.full_pool.by_name()["cached"], ledger.swa_pool.by_name()["cached"]) == (5, 4)
+    assert (ledger.full_pool.free, ledger.swa_pool.free) == (0, 0)
+    ok(ledger)
+
+
 def test_law_10_guards_reserve_and_row() -> None:
     ledger = make(context_tokens=16, largest_reserve_tokens=8, full_pages=40)
     assert ledger.width_pages == 6
     a, b = prefill(ledger, tokens(16)), prefill(ledger, tokens(16, 50))
     with pytest.raises(LawViolation, match="law 10.*reserve=9.*largest=8"):
         ledger.plan_decode([a.row], 9)
+    assert ledger.plan_decode([b.row], 8).next.tolist() == [24]
     assert ledger.plan_decode([a.row, b.row], 8).next.tolist() == [24, 24], "the whole row is used, and no page more"
     ledger.commit([a.row, b.row], [1, 1], [17, 17])  # behind the context: nobody clamped the run
     for rows in ([a.row], [b.row, a.row]):
         with pytest.raises(LawViolation, match="law 10"):
             ledger.plan_decode(rows, 8)
     assert ledger.plan_decode([a.row, b.row], 7).needed_tokens == 0
+    short = prefill(ledger, tokens(5, 90))
+    with pytest.raises(LawViolation, match=f"law 10 row {a.row}: .*next=28, width=24"):
+        ledger.plan_decode([short.row, a.row], 8)
     ok(ledger)
 
 
 def test_a_plan_names_live_rows_once() -> None:
     ledger = make()
     got = prefill(ledger, tokens(4))
-    with pytest.raises(LawViolation, match="names a row twice"):
+    with pytest.raises(LawViolation, match=r"law 2: a plan names a row twice \(rows=\[0, 0\]"):
         ledger.plan_decode([got.row, got.row], 4)
-    for rows in ([3], [got.row, 3]):
+    for rows in ([3], [got.row, 3], [got.row, 3, 2]):
         with pytest.raises(LawViolation, match="law 2 row 3: plan_decode of a row that is free"):
             ledger.plan_decode(rows, 4)
     ok(ledger)
@@ -348,8 +368,11 @@ def test_a_refused_commit_changes_no_row() -> None:
     ledger.plan_decode([a.row, b.row], 8)
     with pytest.raises(LawViolation, match="row 1"):
         ledger.commit([a.row, b.row], [1, 1], [5, 5])
-    with pytest.raises(LawViolation, match="row 1"):
-        ledger.commit([a.row, b.row], [1, 1], [5, 50])
+    with pytest.raises(LawViolation, match="law 3 row 1"):
+        ledger.commit([a.row, b.row], [1, 1], [4, 5])
+    for new in ([5, 50], [12, 50]):
+        with pytest.raises(LawViolation, match="law 2 row 1"):
+            ledger.commit([a.row, b.row], [1, 1], new)
     assert ledger.committed[[a.row, b.row]].tolist() == [4, 6]
 
 

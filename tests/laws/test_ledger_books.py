@@ -59,6 +59,7 @@ def test_a_remap_is_sent() -> None:
     ledger.take_table_updates("full")
     ledger.publish(b.row, tokens(10))
     rows, columns, values = ledger.take_table_updates("full")
+    assert ledger.stats["remapped_pages"] == 2
     assert (rows.tolist(), columns.tolist(), values.tolist()) == ([b.row] * 2, [0, 1], pages(ledger, a.row)[:2])
 
 
@@ -142,10 +143,17 @@ def test_quarantined_pages_do_not_count_as_room() -> None:
     with pytest.raises(NeverFits, match="which has 9"):
         ledger.can_ever_fit(20, 13, 8)
     ledger.can_ever_fit(20, 9, 8)
+    windowed = sliding(window_tokens=8, swa_pages=6, full_pages=100, context_tokens=200, chunk_tokens=8)
+    windowed.can_ever_fit(100, 50, 8)
+    lost = windowed.preallocate(tokens(4), 4)
+    windowed.quarantine(lost.row, lost.generation)
+    with pytest.raises(NeverFits, match="needs 6 pages of 4 tokens in the swa pool, which has 5"):
+        windowed.can_ever_fit(100, 50, 8)
 
 
 def test_pages_to_admit() -> None:
     assert make().pages_to_admit(9, 2) == {"full": 3}
+    assert make(page_size=1).pages_to_admit(9, 2) == {"full": 11}
     assert make().pages_to_admit(9, DecodeReserve(2, 2), cached_tokens=8) == {"full": 2}
     ledger = sliding(window_tokens=8, swa_pages=12, full_pages=100, chunk_tokens=16)
     assert ledger.pages_to_admit(9, 2) == {"full": 3, "swa": 3}

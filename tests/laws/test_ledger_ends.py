@@ -64,7 +64,7 @@ def test_entries_refuse_rows_that_are_gone(entry: str) -> None:
             "publish": lambda: ledger.publish(got.row, tokens(9)), "evict": lambda: ledger.evict([got.row]),
             "plan_decode": lambda: ledger.plan_decode([got.row], 1),
         }  # fmt: skip
-        with pytest.raises(LawViolation, match=state):
+        with pytest.raises(LawViolation, match=f"law {6 if entry == 'release' else 2} row 0: .*{state}"):
             calls[entry]()
         ok(ledger)
 
@@ -79,6 +79,8 @@ def test_eviction_frees_own_pages_and_says_none_below() -> None:
     assert pages(ledger, got.row, "swa") == own[4:]
     assert ledger.swa_pool.by_name()["held"] == 3 and ledger.full_pool.by_name()["held"] == 7
     assert ledger.evict(np.array([got.row])) == 0
+    with pytest.raises(LawViolation, match="law 2 row 3: evict of a row that is free"):
+        ledger.evict([got.row, 3, 2])
     ok(ledger)
 
 
@@ -202,6 +204,7 @@ def test_a_reader_keeps_evicted_pages(kind: str) -> None:
     free = ledger.swa_pool.free
     assert ledger.evict([got.row]) == 3
     assert ledger.swa_pool.free == free and ledger.tree.evictable_swa == 0
+    assert ledger.evict([got.row]) == 0 and len(ledger.inflight.aside) == 1
     later = ledger.begin_op([got.row], kind)  # does not name what had left before it began
     ok(ledger)
     ledger.end_op(step)

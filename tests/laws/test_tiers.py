@@ -123,6 +123,39 @@ def test_each_budget_names_itself() -> None:
 def test_a_request_larger_than_the_host_tier_is_refused_by_name() -> None:
     with pytest.raises(NeverFits, match="host pool"):
         make(host=6, full=16).can_ever_fit(20, 10, 4)
+    ledger = make(host=9, full=16)
+    ledger.can_ever_fit(20, 10, 4)
+    lost = ledger.preallocate(tokens(4), 4, host=True)
+    ledger.quarantine(lost.row, lost.generation)
+    with pytest.raises(NeverFits, match="needs 9 pages of 4 tokens in the host pool, which has 8"):
+        ledger.can_ever_fit(20, 10, 4)
+
+
+def test_available_counts_each_budget_by_itself() -> None:
+    ledger = make(host=12, full=16, slots=12)
+    got = prefill(ledger, tokens(9))
+    back_up(ledger, got.row)
+    ledger.release(got.row, tokens(9))
+    prefill(ledger, tokens(14, 50))
+    assert ledger.tree.evictable_full == 2
+    budgets = ("full", "logical", "host", "slots")
+    assert [ledger.available(name) for name in budgets] == [8, 12, 8, 8]
+    assert [ledger.free_pages(name) for name in ("full", "host", "slots")] == [10, 6, 8]
+    for name in ("swa", "nobody"):
+        with pytest.raises(ValueError, match=f"no pool '{name}'"):
+            ledger.available(name)
+
+
+def test_a_request_without_a_promise_is_let_in_though_others_took_what_is_promised() -> None:
+    ledger = make(host=12, full=16)
+    ledger.admit(tokens(4), budget_pages=8)
+    second = ledger.admit(tokens(28, 100))
+    ledger.extend(second.row, 28)
+    with pytest.raises(OutOfPages) as short:
+        ledger.admit(tokens(4, 200), budget_pages=1)
+    assert (short.value.pool, short.value.needed_pages, short.value.available_pages) == ("host", 1, 0)
+    third = ledger.admit(tokens(4, 200))
+    assert ledger.tiers is not None and ledger.tiers.budget[third.row] == 0
 
 
 def test_unbacked_pages_are_not_published() -> None:
@@ -190,7 +223,10 @@ def test_a_ticket_keeps_shared_window_pages_locked() -> None:
     ticket = ledger.retract(got.row)
     assert not balance.check(ledger) and len(ticket.swa_shared) == 2
     assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (0, 3)
+    with pytest.raises(LawViolation, match=f"law 2 row {got.row}: plan_decode of a row that is free"):
+        ledger.plan_decode([got.row], 1)
     again = ledger.preallocate(tokens(23), 22, host=True, ticket=ticket)
+    assert (again.row, again.generation) == (got.row, got.generation + 1)
     assert (again.cached_tokens, again.tail_start_tokens) == (20, 12)
     assert ledger.land(again.row, again.generation) and not balance.check(ledger)
     ledger.drop_ticket(ledger.retract(again.row))
