@@ -15,16 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import median_low
 
 from octavo.errors import ConfigError
 
-_DECAY = 0.95  # per recorded step: what is older than some 20 steps no longer counts
+_DECAY = 0.97  # per recorded step: what is older than some 30 steps no longer counts
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # optimistic, so that an unknown drafter gets its chance
-_SAMPLES = 9  # step times kept per (batch, length); their median is the cost
+_SAMPLES = 9  # step times kept per (batch, length); their (lower) median is the cost
 _GAIN = 1.02  # drafting must beat plain decode by this much
-_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 24, 192, 2
+_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 32, 192, 2
 _ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
+_LEAST_ROW_COST = 0.04  # … and the least that one more token could cost: a length that cannot pay even so is not tried
+_CHECK_STEPS = 40  # while drafting, one step in so many goes to plain decode or a neighbouring length: costs change
+_LOOK_STEPS = 8  # while nothing is drafted, whether it would pay is asked every so many steps
 
 
 class AdaptiveLength:
@@ -44,7 +47,9 @@ class AdaptiveLength:
         self._costs: dict[tuple[int, int], deque[float]] = {}
         self._off_steps = 0
         self._interval = _FIRST_PROBE_STEPS
+        self._on_steps = 0
         self._burst = 0
+        self._off_bucket: int | None = None  # batches for which drafting was seen not to pay, nothing drafted since
         self.switches = 0  # how often the length changed, for the metrics
         self._last = max_draft_tokens
 
@@ -61,16 +66,20 @@ class AdaptiveLength:
         return length
 
     def _choose(self, batch: int) -> int:
+        if self._still_off(batch):
+            self._off_steps += 1
+            return 0
         unknown = self._unmeasured(batch)
         if unknown is not None:
             return unknown
         if self._burst > 0:
             self._burst -= 1
-            return self._probe_length(batch)
+            return self._probe_length()
         best = self.best_length(batch)
         if best:
-            self._off_steps, self._interval = 0, _FIRST_PROBE_STEPS
-            return best
+            self._off_steps, self._interval, self._off_bucket = 0, _FIRST_PROBE_STEPS, None
+            return self._checked(best)
+        self._off_bucket = _bucket(batch)
         self._off_steps += 1
         if self._off_steps < self._interval:
             return 0
@@ -78,20 +87,42 @@ class AdaptiveLength:
         self._interval = min(2 * self._interval, _LAST_PROBE_STEPS)
         self._burst = _BURST_STEPS - 1
         self._forget()
-        return self._probe_length(batch)
+        return self._probe_length()
+
+    def _checked(self, best: int) -> int:
+        """`best`, or now and then what its cost is compared with: the length above, the length below, plain decode."""
+        self._on_steps += 1
+        if self._on_steps % _CHECK_STEPS:
+            return best
+        at = self._lengths.index(best)
+        above = self._lengths[min(at + 1, len(self._lengths) - 1)]
+        return (above, self._lengths[at - 1], 0)[self._on_steps // _CHECK_STEPS % 3]
+
+    def _still_off(self, batch: int) -> bool:
+        """What was found the last time still holds: plain steps of the same batch say nothing about the drafter."""
+        due = self._off_steps + 1 >= self._interval or self._off_steps % _LOOK_STEPS == 0
+        return not due and self._burst == 0 and self._off_bucket == _bucket(batch)
 
     def _unmeasured(self, batch: int) -> int | None:
-        """Once steps are timed, plain, longest and middle length are each tried early in a new batch size."""
+        """Once steps are timed, plain and a short draft are tried early in a new batch size; the longest and the
+        middle length too where they could pay at all."""
         bucket = _bucket(batch)
         if not any(b == bucket for b, _ in self._costs):
             return None
         middle = self._lengths[len(self._lengths) // 2]
-        for length in (0, self._lengths[-1], middle):
-            if len(self._costs.get((bucket, length), ())) < 2:
+        short = self._probe_length()
+        for length in (0, short, self._lengths[-1], middle):
+            if len(self._costs.get((bucket, length), ())) < 2 and (length <= short or self._could_pay(bucket, length)):
                 return length
         return None
 
-    def _probe_length(self, batch: int) -> int:
+    def _could_pay(self, bucket: int, length: int) -> bool:
+        """Whether a length that was not measured would beat plain decode if its tokens cost next to nothing."""
+        short, plain = self._probe_length(), self._cost(bucket, 0)
+        least = self._cost(bucket, short) + _LEAST_ROW_COST * plain * (length - short)
+        return self.expected_tokens()[min(length, self._depth)] * plain > _GAIN * least
+
+    def _probe_length(self) -> int:
         """What would pay if the drafter were as good as hoped, and cheap to try."""
         return self._lengths[-1] if len(self._lengths) == 2 else min(2, self.max_draft_tokens)
 
@@ -125,7 +156,7 @@ class AdaptiveLength:
 
     def _cost(self, bucket: int, length: int) -> float:
         """Seconds of a step: measured, or on the line between (beyond) the nearest measured lengths."""
-        known = sorted((m, median(times)) for (b, m), times in self._costs.items() if b == bucket)
+        known = sorted((m, median_low(times)) for (b, m), times in self._costs.items() if b == bucket)
         if not known:
             return 1.0 + _ROW_COST * length
         exact = dict(known).get(length)
@@ -143,6 +174,15 @@ class AdaptiveLength:
 
     def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
         """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed)."""
+        longest = max(drafted, default=0)
+        if longest:
+            self._off_bucket = None
+            self._learn(drafted, accepted)
+        if step_s is not None and step_s > 0 and batch > 0:
+            key = (_bucket(batch), longest)
+            self._costs.setdefault(key, deque(maxlen=_SAMPLES)).append(step_s)
+
+    def _learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         tried = [0.0] * self._depth
         hits = [0.0] * self._depth
         for columns, count in zip(drafted, accepted, strict=True):
@@ -151,14 +191,10 @@ class AdaptiveLength:
             for j in range(min(count + 1, columns, self._depth)):
                 tried[j] += 1
                 hits[j] += j < count
-        if any(tried):
-            for j in range(self._depth):
-                if tried[j]:
-                    self._accepted[j] = self._accepted[j] * _DECAY + hits[j]
-                    self._tried[j] = self._tried[j] * _DECAY + tried[j]
-        if step_s is not None and step_s > 0 and batch > 0:
-            key = (_bucket(batch), max(drafted, default=0))
-            self._costs.setdefault(key, deque(maxlen=_SAMPLES)).append(step_s)
+        for j in range(self._depth):
+            if tried[j]:
+                self._accepted[j] = self._accepted[j] * _DECAY + hits[j]
+                self._tried[j] = self._tried[j] * _DECAY + tried[j]
 
 
 def _bucket(batch: int) -> int:
