@@ -152,7 +152,7 @@ def test_under_noise_it_is_near_the_best_fixed_length_and_never_below_plain(
 
 def test_a_length_measured_in_a_bad_moment_is_measured_again() -> None:
     """The first steps of the best length were slow: it is taken all the same before long."""
-    adaptive, slow = AdaptiveLength(3), 4
+    adaptive, slow = AdaptiveLength(3), 2
     lengths = []
     for _ in range(600):
         length = adaptive.choose(1)

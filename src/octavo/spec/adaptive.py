@@ -96,7 +96,7 @@ class AdaptiveLength:
             return best
         at = self._lengths.index(best)
         above = self._lengths[min(at + 1, len(self._lengths) - 1)]
-        return (above, self._lengths[at - 1], 0)[self._on_steps // _CHECK_STEPS % 3]
+        return (above, self._lengths[at - 1], 0)[(self._on_steps // _CHECK_STEPS - 1) % 3]
 
     def _still_off(self, batch: int) -> bool:
         """What was found the last time still holds: plain steps of the same batch say nothing about the drafter."""
