@@ -45,7 +45,7 @@ def test_release_without_tokens_publishes_nothing() -> None:
     ledger = make()
     ledger.release(prefill(ledger, tokens(9)).row)
     assert ledger.full_pool.free == 32
-    assert pages(ledger, 0) == []
+    assert pages(ledger, 0) == [] and ledger.path_end(0) is None
     ok(ledger, at_rest=True)
 
 
@@ -165,7 +165,7 @@ def test_operations_are_ended_once_and_name_live_rows_once() -> None:
     with pytest.raises(LawViolation, match="law 14.*twice"):
         ledger.begin_op([got.row, got.row])
     with pytest.raises(LawViolation, match="law 14 row 2: an operation names a free row"):
-        ledger.begin_op([got.row, 2])
+        ledger.begin_op([got.row, 2, 3])
     with pytest.raises(ValueError, match="'stop'.*step"):
         ledger.begin_op([got.row], "stop")
     ok(ledger)

@@ -46,6 +46,17 @@ def test_any_sizes(seed: int, host: int, full: int, slots: int) -> None:
 # --- rules of position -------------------------------------------------------------------------------------------
 
 
+def test_sizes_by_hand() -> None:
+    """Pages of 4 tokens, 4 recent tokens."""
+    assert [tiers.dense_limit_tokens(pages, 4, 4) for pages in (1, 2, 4)] == [0, 4, 12]
+    assert tiers.dense_limit_tokens(1, 4, 10) == 0
+    assert [tiers.always_pages(4, rows, 4) for rows in (1, 2, 5, 6)] == [3, 4, 4, 5]
+    assert tiers.least_device_pages(2, 4, 4) == 5 and tiers.least_device_pages(2, 4, 4, 2) == 8
+    assert [tiers.max_verify_rows(device, 2, 4, 4) for device in (1, 4, 5, 7, 8, 10)] == [0, 0, 1, 1, 2, 3]
+    assert [tiers.max_chunk_tokens(device, 4, 4, overlap=False) for device in (1, 2, 3, 8)] == [0, 0, 4, 24]
+    assert [tiers.max_chunk_tokens(device, 5, 4, overlap=True) for device in (2, 3, 4, 8)] == [0, 0, 2, 10]
+
+
 @given(
     device=st.integers(1, 200), topk=st.integers(1, 40), recent=st.integers(1, 100), p=st.sampled_from([1, 4, 16, 32]),
     start=st.integers(0, 5000),
@@ -78,6 +89,11 @@ def test_chunks_in_flight_fit_the_buffer(device: int, recent: int, p: int, overl
 
 
 @pytest.mark.parametrize("name", ["host_pages", "device_slots", "device_pages", "topk_pages", "recent_tokens"])
+def test_sizes_of_one_will_do(name: str) -> None:
+    assert getattr(TierConfig(1, 1, 1, 1, 1), name) == 1
+
+
+@pytest.mark.parametrize("name", ["host_pages", "device_slots", "device_pages", "topk_pages", "recent_tokens"])
 def test_a_size_that_cannot_be_names_itself(name: str) -> None:
     good = {"host_pages": 8, "device_slots": 8, "device_pages": 4, "topk_pages": 1, "recent_tokens": 4}
     with pytest.raises(ConfigError, match=name):
@@ -90,6 +106,23 @@ def test_slots_for_one_row_at_least() -> None:
 
 
 # --- single cases -----------------------------------------------------------------------------------------------
+
+
+def test_a_tiered_pool_does_both_or_neither() -> None:
+    pool = tiers.TieredPool(8, 4)
+    with pytest.raises(OutOfPages, match="host pool: 5 pages needed, 4 available"):
+        pool.take(5)
+    assert (pool.free, pool.host.free) == (8, 4)
+    three = pool.take(3, 1)
+    assert pool.host_pages_of(np.array([2, -1, 0])).tolist() == [2, -1, 0] and pool.scarce == "host"
+    for wrong in (lambda: pool.part(three), lambda: pool.give_back(three, 2), lambda: pool.move(three, 2, 3)):
+        with pytest.raises(LawViolation, match="law 6: full page 0 is cached, expected held"):
+            wrong()
+    assert pool.host_of[:3].tolist() == [0, 1, 2] and pool.counts == [5, 3, 0, 0, 0]
+    pool.give_back(three, 1)
+    with pytest.raises(LawViolation, match="law 6: full page 0 is free already"):
+        pool.give_back(three, 1)
+    assert (pool.free, pool.host.free, tiers.TieredPool(4, 4).scarce) == (8, 4, "full")
 
 
 def make(host: int = 16, full: int = 16, slots: int = 12) -> Ledger:
@@ -154,8 +187,130 @@ def test_a_request_without_a_promise_is_let_in_though_others_took_what_is_promis
     with pytest.raises(OutOfPages) as short:
         ledger.admit(tokens(4, 200), budget_pages=1)
     assert (short.value.pool, short.value.needed_pages, short.value.available_pages) == ("host", 1, 0)
-    third = ledger.admit(tokens(4, 200))
-    assert ledger.tiers is not None and ledger.tiers.budget[third.row] == 0
+    with pytest.raises(OutOfPages, match="host"):
+        ledger.preallocate(tokens(4, 200), 4, host=True, budget_pages=1)
+    third, fourth = ledger.admit(tokens(4, 200)), ledger.preallocate(tokens(4, 300), 4, host=True)
+    assert ledger.tiers is not None and ledger.tiers.budget[[third.row, fourth.row]].tolist() == [0, 0]
+
+
+def test_a_promise_ends_with_its_request() -> None:
+    """Released while a step reads it; retracted and dropped: the whole tier may be promised again."""
+    ledger = make(host=12, full=16)
+    first = ledger.admit(tokens(4), budget_pages=8)
+    op = ledger.begin_op([first.row])
+    ledger.release(first.row)
+    second = ledger.admit(tokens(4), budget_pages=12)
+    ledger.end_op(op)
+    ledger.drop_ticket(ledger.retract(second.row))
+    assert ledger.admit(tokens(4), budget_pages=12)
+
+
+def test_a_ticket_keeps_what_is_left_of_its_promise() -> None:
+    ledger = make(host=12, full=16)
+    plain = prefill(ledger, tokens(9, 100))
+    ledger.retract(plain.row)  # nothing was promised: it holds 3 pages and wants none
+    got = ledger.admit(tokens(13), budget_pages=8)
+    ledger.extend(got.row, 13)
+    commit(ledger, got, 13)
+    back_up(ledger, got.row)
+    assert ledger.publish(got.row, tokens(13)) == 12
+    ticket = ledger.retract(got.row)  # 3 pages shared, 1 its own: 4 to come
+    assert len(ticket.host) == 1 and ledger.available("host") == 5
+    with pytest.raises(OutOfPages, match="host pool: 2 pages needed, 1 available"):
+        ledger.admit(tokens(4, 200), budget_pages=2)
+    assert ledger.admit(tokens(4, 200), budget_pages=1)
+
+
+def test_without_a_host_tier_there_is_nothing_to_retract() -> None:
+    ledger = Ledger(LedgerConfig(page_size=4, full_pages=8, context_tokens=16, largest_reserve_tokens=4))
+    tiered = make()
+    got, ticket = prefill(ledger, tokens(5)), tiered.retract(prefill(tiered, tokens(5)).row)
+    assert ledger.begin_backup([got.row]) is None
+    with pytest.raises(LawViolation, match="law 14: no such backup"):
+        ledger.end_backup(1)
+    for call in (lambda: ledger.retract(got.row), lambda: ledger.drop_ticket(ticket), lambda: ledger.unbacked(got.row)):
+        with pytest.raises(ValueError, match="no host tier"):
+            call()
+
+
+def test_a_backup_names_what_no_backup_has_named() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(9))
+    assert ledger.unbacked(got.row) == (0, 3)
+    backup = ledger.begin_backup([got.row])
+    assert backup is not None and ledger.begin_backup([got.row]) is None
+    ledger.end_backup(backup.op)
+    assert ledger.unbacked(got.row) == (2, 3) and ledger.begin_backup([got.row]) is None
+    ledger.extend(got.row, 14)
+    commit(ledger, got, 14)
+    again = ledger.begin_backup([got.row])
+    assert again is not None and again.columns.tolist() == [2]
+    assert ledger.report()["tiers"]["backups_waiting"] == 1
+
+
+def test_all_of_a_row_may_be_shared_when_it_is_retracted() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(8))
+    back_up(ledger, got.row)
+    assert ledger.publish(got.row, tokens(8)) == 8
+    ticket = ledger.retract(got.row)
+    assert len(ticket.host) == 0 and ledger.path_end(got.row) is None
+    for used, fill in ((ticket, 9), (ticket, 7)):
+        with pytest.raises(ValueError, match=f"fill_tokens {fill}: this ticket holds 8 tokens, open=True"):
+            ledger.preallocate(tokens(9), fill, host=True, ticket=used)
+    again = ledger.preallocate(tokens(9), 8, host=True, ticket=ticket)
+    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
+    with pytest.raises(ValueError, match="open=False"):
+        ledger.preallocate(tokens(9), 8, host=True, ticket=ticket)
+
+
+def test_books_that_are_wrong_are_not_retracted() -> None:
+    ledger = make()
+    got = prefill(ledger, tokens(9))
+    ledger._protected[got.row] = 16
+    with pytest.raises(LawViolation, match="law 2 row 0: retract: committed lies below protected .kept=3, protected=4"):
+        ledger.retract(got.row)
+
+
+def test_what_a_dense_pass_wrote_is_remembered() -> None:
+    """By transfer, over a retraction and in a shared prefix: all of it may be published, though longer than the
+    limit of dense queries."""
+    ledger = make(host=32, full=32)
+    got = ledger.preallocate(tokens(18), 18, host=True)
+    assert ledger.land(got.row, got.generation)
+    again = ledger.preallocate(tokens(18), 18, host=True, ticket=ledger.retract(got.row))
+    assert ledger.land(again.row, again.generation)
+    assert ledger.publish(again.row, tokens(18)) == 16
+    ledger.release(again.row)
+    shared = ledger.admit(tokens(19))
+    assert ledger.tiers is not None and ledger.tiers.prefilled[shared.row] == 16
+
+
+def test_a_full_host_tier_takes_its_tickets_back() -> None:
+    """A resumed request brings its host pages; it wants logical pages and, where layers slide, window pages."""
+    ledger = make(host=3, full=8)
+    got = prefill(ledger, tokens(9))
+    ticket = ledger.retract(got.row)
+    assert ledger.available("host") == 0
+    again = ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
+    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
+
+
+def test_a_ticket_waits_for_window_pages() -> None:
+    sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
+    ledger = Ledger(
+        LedgerConfig(page_size=4, full_pages=20, swa_pages=6, window_tokens=8, max_rows=3, context_tokens=48,
+                     largest_reserve_tokens=4, tiers=sizes)
+    )  # fmt: skip
+    ticket = ledger.retract(prefill(ledger, tokens(9)).row)
+    other = prefill(ledger, tokens(20, 50))
+    before = ledger.report()
+    with pytest.raises(OutOfPages, match="swa pool: 3 pages needed, 1 available"):
+        ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
+    assert ledger.report() == before and ticket.open
+    ledger.release(other.row)
+    again = ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
+    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
 
 
 def test_unbacked_pages_are_not_published() -> None:
@@ -205,7 +360,7 @@ def test_a_row_in_flight_is_not_retracted() -> None:
         ledger.retract(got.row)
     ledger.end_op(op)
     ticket = ledger.retract(got.row)
-    with pytest.raises(LawViolation, match="ticket is used twice"):
+    with pytest.raises(LawViolation, match="law 6: a ticket is used twice"):
         ledger.drop_ticket(ticket)
         ledger.drop_ticket(ticket)
 
@@ -412,6 +567,7 @@ def test_device_copies_hear_of_every_change() -> None:
     ledger.release(got.row)
     assert news() == ([got.row], [got.row])
     landing = ledger.preallocate(tokens(9), 9, host=True)
+    assert news() == ([], [landing.row])
     ledger.land(landing.row, landing.generation)
     assert news() == ([landing.row], [landing.row])
     assert books.backed[landing.row] == 2
@@ -432,5 +588,5 @@ def test_the_report_counts_what_waits() -> None:
     assert (shown["retracted"], shown["resumed"], shown["dropped_tickets"]) == (2, 0, 1)
     sizes = [shown[name] for name in ("device_pages", "topk_pages", "recent_tokens", "dense_limit_tokens")]
     assert sizes == [4, 1, 4, 12]
-    with pytest.raises(LawViolation, match="no such backup"):
+    with pytest.raises(LawViolation, match="law 14: no such backup"):
         ledger.end_backup(backup.op)

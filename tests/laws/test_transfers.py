@@ -225,6 +225,8 @@ def test_two_leases_end_by_themselves() -> None:
 
 def test_quarantine_counts_pages_of_both_pools() -> None:
     ledger = sliding(window_tokens=8, swa_pages=16, full_pages=32)
+    plain = make()
+    assert plain.quarantine(plain.preallocate(tokens(9), 9).row, 1) == 3
     got = ledger.preallocate(tokens(30), 30)
     full, swa = len(pages(ledger, got.row)), len(pages(ledger, got.row, "swa"))
     assert full != swa
