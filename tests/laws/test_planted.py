@@ -107,6 +107,7 @@ PLANTED: dict[str, tuple[int, Callable[[Ledger], None]]] = {
     "node without pages": (6, node_without_pages),
     "node at a wrong depth": (6, do(lambda x: setattr(node(x), "start_page", 1))),
     "sliding page misfiled": (6, do(lambda x: x.tree.swa_node.__setitem__(node(x).swa[0], None))),
+    "sliding page 0 misfiled": (6, do(lambda x: x.tree.swa_node.__setitem__(0, None))),
     "empty namespace kept": (6, do(lambda x: x.tree.root("nobody"))),
     "wider than the row": (10, put("allocated", 1, 4 * 100)),
     "wider by a page": (10, put("allocated", 1, 76 - 28)),

@@ -136,7 +136,7 @@ class Table:
 
     def __init__(self, max_rows: int, width_pages: int) -> None:
         self.cells: Int32Array = np.full((max_rows, width_pages), NO_PAGE, np.int32)
-        self._flat = self.cells.reshape(-1)
+        self._flat = self.cells.ravel()  # a view
         self._width = width_pages
         self._log: list[Int64Array] = []
         self._logged = 0

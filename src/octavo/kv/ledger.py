@@ -26,12 +26,13 @@ from octavo.kv.books import (
     OutOfRows,
     Preallocation,
     RowState,
+    Table,
     as_tokens,
     cell_runs,
 )
 from octavo.kv.ledger_tiers import TierLedger
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_p, ceil_pages, floor_p
-from octavo.kv.pool import PageState
+from octavo.kv.pool import PagePool, PageState
 from octavo.kv.prefix import Node
 from octavo.kv.report import ledger_report
 from octavo.kv.sizing import (
@@ -245,7 +246,8 @@ class Ledger(TierLedger):
         Frees the rows' own SWA pages below it and unlocks the tree's. Returns how many pages left rows. Call it
         after commits, and before retracting anybody.
         """
-        if self.swa_pool is None:
+        pool, table = self.swa_pool, self._swa
+        if pool is None or table is None:
             return 0
         at = np.asarray(rows, np.int64)
         if not self._plannable[at].all():
@@ -255,39 +257,36 @@ class Ledger(TierLedger):
         at, floors = at[rising], floors[rising]
         # Most rows drop pages of their own that nobody else names: those go together.
         alone = (self._evicted[at] >= self._protected[at]) & (self.inflight.whole_per_row[at] == 0)
-        dropped = self._drop_own(at[alone], floors[alone])
+        dropped = self._drop_own(at[alone], floors[alone], pool, table)
         for row, floor in zip(at[~alone].tolist(), floors[~alone].tolist(), strict=True):
-            dropped += self._raise_floor(row, floor)
+            dropped += self._raise_floor(row, floor, pool, table)
         if self.trace is not None:
             self.trace.record("evict", rows=rows)
         return dropped
 
-    def _drop_own(self, rows: Int64Array, floors: Int64Array) -> int:
+    def _drop_own(self, rows: Int64Array, floors: Int64Array, pool: PagePool[SwaPages], table: Table) -> int:
         """Raise the floors of rows whose pages in between are their own and may be freed at once."""
-        if self._swa is None or self.swa_pool is None or not len(rows):
+        if not len(rows):
             return 0
         first = self._evicted[rows] >> self._shift
         rows_of, columns = cell_runs(rows, first, (floors >> self._shift) - first)
-        pages = self._swa.cells[rows_of, columns]
-        self.swa_pool.give_back(cast(SwaPages, pages), PageState.HELD)
-        self._swa.write_cells(rows_of, columns, np.full_like(pages, NO_PAGE))
+        pages = table.cells[rows_of, columns]
+        pool.give_back(cast(SwaPages, pages), PageState.HELD)
+        table.write_cells(rows_of, columns, np.full_like(pages, NO_PAGE))
         self._evicted[rows] = floors
         return len(pages)
 
-    def _raise_floor(self, row: int, floor_tokens: int) -> int:
-        if self._swa is None or self.swa_pool is None:
-            return 0
+    def _raise_floor(self, row: int, floor_tokens: int, pool: PagePool[SwaPages], table: Table) -> int:
         old, new = int(self._evicted[row]) >> self._shift, floor_tokens >> self._shift
         protected = int(self._protected[row]) >> self._shift
-        pages = self._swa.cells[row, old:new].copy()
+        pages = table.cells[row, old:new].copy()
         shared, own = pages[: max(0, protected - old)], pages[max(0, protected - old) :]
-        shared = shared[shared >= 0]
         if self.inflight.whole_per_row[row]:
             self.inflight.set_aside(row, swa=own, swa_unlock=shared)
         else:
-            self.swa_pool.give_back(cast(SwaPages, own), PageState.HELD)
+            pool.give_back(cast(SwaPages, own), PageState.HELD)
             self.tree.unlock_swa(shared)
-        self._swa.write(row, old, new, NO_PAGE)
+        table.write(row, old, new, NO_PAGE)
         self._evicted[row] = floor_tokens
         return len(own) + len(shared)
 

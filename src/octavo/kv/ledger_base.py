@@ -154,7 +154,7 @@ class LedgerBase:
             expected = ROW_STATE_NAMES[state]
             raise self._broken(2, f"{entry} of a row that is {ROW_STATE_NAMES[now]}", row, expected=expected)
 
-    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int, budget_pages: int = 0) -> int:
+    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int, budget_pages: int) -> int:
         """Give out a row, lock the match for it and map its pages. The caller has checked that there is a row."""
         row = self._free_rows.pop()
         self._node[row] = self.tree.take(match, namespace, min(floor_page, match.pages))

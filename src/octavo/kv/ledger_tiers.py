@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.kv.books import ROW_STATE_NAMES, RowState, cell_runs
 from octavo.kv.ledger_transfers import TransferLedger
-from octavo.kv.pages import NO_PAGE, FullPages, Int64Array, SwaPages, ceil_p, ceil_pages
+from octavo.kv.pages import FullPages, Int64Array, SwaPages, ceil_p, ceil_pages
 from octavo.kv.pool import PageState
 from octavo.kv.tiers import Ticket
 
@@ -91,7 +91,6 @@ class TierLedger(TransferLedger):
         tiers.tickets.append(ticket)
         tiers.stats["retracted"] += 1
         self._node[row] = None  # its locks are the ticket's now
-        self._full.write(row, protected, kept, NO_PAGE)
         self._close_retracted(row, kept, width)
         return ticket
 
