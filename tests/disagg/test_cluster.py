@@ -31,6 +31,24 @@ def test_numbers_of_servers_are_checked(capsys: pytest.CaptureFixture[str]) -> N
     assert "--prefill" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [("local", "Ray did not start on this machine: timed out"), ("auto", "--ray-address: got 'auto'")],
+)
+def test_a_ray_that_does_not_start_is_said(
+    address: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    def fail(**options: object) -> None:
+        raise Exception("timed out")
+
+    monkeypatch.setattr(ray, "init", fail)
+    assert main(["cluster", "up", "--ray-address", address]) != 0
+    err = capsys.readouterr().err
+    assert shown in err and "timed out" in err and "Traceback" not in err
+
+
 def _line(log: Path, pattern: str, process: subprocess.Popen[bytes], timeout_s: float) -> re.Match[str]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -104,6 +104,14 @@ def pair(tmp_path: Path) -> Iterator[tuple[Trio, Road, Calls]]:
         yield servers, way, Calls(servers, way)
 
 
+def freed(prefill: Server, since_s: float) -> None:
+    """A prefill server holds nothing for a decode server that is gone, 5 s after it went."""
+    until(lambda: not rooms(prefill))
+    assert time.monotonic() - since_s < 5.0
+    held = [pool["held"] for pool in prefill.get("/kv.json").json()["pools"].values()]
+    assert sum(held) == 0, held
+
+
 def warm(calls: Calls, alone: dict[str, str], prompt: str = LONG[2], decode: Server | None = None) -> None:
     """A request that is served as ever, its prompt's pages moved and used again."""
     asked = calls.ask(prompt, decode=decode)
@@ -154,8 +162,6 @@ def test_prefill_stopped_inside_a_read_for_forty_seconds(
         time.sleep(1.0)
     kill_tree(servers.prefill, signal.SIGCONT)
     wait_ready(servers.prefill)
-    for name in ("during", "behind"):
-        assert started[name]["prefill"].result()[0].status_code == 502
     for prompt in LONG:
         warm(calls, alone, prompt)
     servers.check_at_rest(60)
@@ -165,12 +171,10 @@ def test_decode_killed_inside_a_read(tmp_path: Path, alone: dict[str, str]) -> N
     with trio(tmp_path, decodes=2, decode={"env": SLOW}, **OPTIONS) as servers, road(servers.bootstrap_port) as way:
         calls = Calls(servers, way)
         warm(calls, alone)
-        started = read_in_the_middle(servers, way, calls)
+        read_in_the_middle(servers, way, calls)
         kill_tree(servers.decode)
         killed = time.monotonic()
-        for name in ("during", "behind"):
-            answer, at = started[name]["prefill"].result()
-            assert answer.status_code == 502 and at - killed < 5.0, (name, answer.text, at - killed)
+        freed(servers.prefill, killed)
         for prompt in LONG:
             warm(Calls(servers, None), alone, prompt, servers.decodes[1])
         servers.check_at_rest()
@@ -185,9 +189,7 @@ def test_decode_stopped_inside_a_read_for_forty_seconds(tmp_path: Path, alone: d
         kill_tree(servers.decode, signal.SIGSTOP)
         stopped = time.monotonic()
         way.data.go_on()
-        for name in ("during", "behind"):
-            answer, at = started[name]["prefill"].result()
-            assert answer.status_code == 502 and at - stopped < 5.0, (name, answer.text, at - stopped)
+        freed(servers.prefill, stopped)
         other = Calls(servers, None)
         while time.monotonic() < stopped + 40:  # pages it was reading are used by others meanwhile
             for prompt in LONG:

@@ -81,6 +81,29 @@ def test_abort_on_the_decode_side_in_each_named_state(state: Phase) -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("end", ["read", "aborted over there", "reader dead"])
+def test_the_prefill_client_is_answered_once_and_early(end: str) -> None:
+    """When the prompt is computed, not when its pages have been read; whatever comes then, there is one last word."""
+    pair = small()
+    pair.wire.hold = True
+    pair.ask("r", TOKENS, GREEDY)
+    for _ in range(8):
+        pair.step()
+    assert pair.end("prefill", "r").finish_reason == "length" and pair.end("prefill", "r").token_ids
+    assert pair.prefill.side.report()["rooms"] == {"offered": 1} and ("decode", "r") not in pair.outputs
+    if end == "aborted over there":
+        pair.decode.abort("r")
+    elif end == "reader dead":
+        pair.prefill.side._peer_down(DECODE, "no sign of life")
+    pair.wire.hold = False
+    pair.wire.release()
+    pair.run()
+    assert sum(output.finished for output in pair.outputs["prefill", "r"]) == 1
+    if end == "read":
+        assert pair.tokens("r") == solo("gemma3", TOKENS)
+    pair.close()
+
+
 def test_a_late_write_hits_leased_pages_only() -> None:
     """The transfer outlives its request: nobody gets its pages, and the next owner of everything else is unharmed."""
     pair = small(decode={"num_pages": 24, "num_swa_pages": 24}, max_model_len=160)

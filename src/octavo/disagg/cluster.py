@@ -17,11 +17,19 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.errors import ConfigError, EngineDead
+from octavo.errors import ConfigError, UserError
 
 READY_S = 600.0  # a large model takes its time
 WATCH_S = 1.0
 ROUTER_FLAGS = ["--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--disable-retries"]
+
+
+class PartDown(UserError):
+    """Ray, a server or the router did not start or has ended. Its own messages are above this one, so that the line
+    is all that is shown."""
+
+    status = 503
+    code = "cluster_part_down"
 
 
 def free_port(host: str) -> int:
@@ -99,7 +107,7 @@ def up(flags: Sequence[str], *, prefill: int, decode: int, ray_address: str, rou
        api_key: str | None = None) -> int:
     """Place the servers, start the router, keep all of it up until a signal. Returns the exit code.
 
-    Raises ConfigError for a Ray cluster that cannot be reached, EngineDead for a server that does not start.
+    Raises ConfigError for a Ray cluster that cannot be reached, PartDown for a Ray or a server that does not start.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
@@ -108,7 +116,9 @@ def up(flags: Sequence[str], *, prefill: int, decode: int, ray_address: str, rou
     try:
         ray.init(address=None if local else ray_address, include_dashboard=False, logging_level="error",
                  log_to_driver=True, **({"num_cpus": max(threads, 1) * (prefill + decode)} if local else {}))
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises bare ones too, as where its processes do not start in time
+        if local:
+            raise PartDown(f"Ray did not start on this machine: {error}") from error
         raise ConfigError("--ray-address", ray_address, f"allowed: local, auto or a cluster's address ({error})") \
             from None
     environment = {} if api_key is None else {"OCTAVO_API_KEY": api_key}
@@ -122,7 +132,7 @@ def up(flags: Sequence[str], *, prefill: int, decode: int, ray_address: str, rou
             ray.get([place.ensure.remote() for place in places])
             for place, wrong in zip(places, ray.get([p.wait_ready.remote(READY_S) for p in places]), strict=True):
                 if wrong:
-                    raise EngineDead(f"the server at {ray.get(place.address.remote())[0]} did not start: {wrong}")
+                    raise PartDown(f"the server at {ray.get(place.address.remote())[0]} did not start: {wrong}")
             addresses = ray.get([place.address.remote() for place in places])
             process = _start_router(addresses[:prefill], addresses[prefill:], router)
             _watch(ray, places, process, stop)
@@ -172,7 +182,7 @@ def _start_router(prefills: list[tuple[str, int]], decodes: list[tuple[str, int]
     deadline_s = time.monotonic() + 60
     while not answers(f"http://{host}:{port}/readiness"):
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise EngineDead(f"the router did not start (exit code {process.poll()})")
+            raise PartDown(f"the router did not start (exit code {process.poll()})")
         time.sleep(0.2)
     print(f"ready: http://{host}:{port} ({len(prefills)} prefill, {len(decodes)} decode)", flush=True)
     return process
@@ -184,7 +194,7 @@ def _watch(ray: Any, places: list[Any], router: subprocess.Popen[bytes], stop: _
     while not stop.number:
         time.sleep(WATCH_S)
         if router.poll() is not None:
-            raise EngineDead(f"the router ended with exit code {router.returncode}")
+            raise PartDown(f"the router ended with exit code {router.returncode}")
         for number, starts in enumerate(ray.get([place.ensure.remote() for place in places])):
             if starts > told[number]:
                 told[number] = starts

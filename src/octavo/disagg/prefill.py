@@ -3,7 +3,8 @@
     arrived     the request is here; it is not computed before a decode server has pages for it (`Want`), so two
                 servers can never wait for each other's memory
     computing   like any other prompt; whole pages are announced after each chunk
-    offered     all pages and the first token are announced; the row is held, an operation in flight names it (law 14)
+    offered     all pages and the first token are announced, the client has its answer; the row is held, an operation
+                in flight names it (law 14)
     done        the decode side has said "read": the row goes the usual way (`release`)
 
 `_keeping` is the only thing shared with the hub's thread: it answers "read" at once, however long a step takes. An
@@ -55,8 +56,7 @@ class Offer:
     ops: list[int] = field(default_factory=list)
     op_row: int = -1  # (row, generation) the newest operation names
     op_generation: int = -1
-    token: int | None = None
-    logprobs: list[TokenLogprob] | None = None
+    reason: str = ""  # why its client's answer ended, once it has it
 
 
 class PrefillSide:
@@ -172,7 +172,6 @@ class PrefillSide:
         self._announce(offer, final=token is not None)
         if token is None:
             return False
-        offer.token, offer.logprobs = token, logprobs
         offer.deadline_s = time.monotonic() + self._timeout_s
         seed = seed_bytes(self._core.parts.drafter, request.row)
         logprob = None
@@ -185,6 +184,9 @@ class PrefillSide:
         self._move(offer, Phase.OFFERED)
         request.move(State.HANDOVER)
         self._core.scheduler.park(request)
+        # Now and not at "read", which the loop hears of one step later: routers pass the decode server's stream on
+        # when both halves have answered.
+        offer.reason = self._core.answer_handover(request, token, logprobs)
         return True
 
     def _announce(self, offer: Offer, *, final: bool) -> None:
@@ -305,13 +307,13 @@ class PrefillSide:
                 self._ended.remove(ended)
                 self._withdraw(ended)
             return
-        if not read.ok or offer.phase is not Phase.OFFERED or offer.token is None:
+        if not read.ok or offer.phase is not Phase.OFFERED:
             self._withdraw(offer)
             self._core.fail(offer.request, failed("peer_ended", "the decode server ended the room"))
             return
         self._withdraw(offer)
         self.tally.count("done")
-        self._core.finish_handover(offer.request, offer.token, offer.logprobs)
+        self._core.finish_handover(offer.request, offer.reason)
 
     def _withdraw(self, offer: Offer) -> None:
         """From here on a reader's "read" is answered with kept=False; the pages are ours again."""

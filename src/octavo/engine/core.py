@@ -328,6 +328,16 @@ class EngineCore:
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float) -> None:
         """Give a request its accepted run; the earliest stop inside it wins, the rest is dropped."""
+        delta, reason, error = self._grow(request, tokens, logprobs, now)
+        if reason is not None:
+            self._release(request, reason, publish=True, error=error)
+        if reason is not None or delta.text or delta.token_ids:
+            self._emit(request, delta, reason, error)
+
+    def _grow(
+        self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
+    ) -> tuple[Delta, str | None, OctavoError | None]:
+        """Tokens into the answer: what is new in it, why it ends (None: it does not), and with which error."""
         delta = request.output.append(tokens, logprobs, request.grammar)
         request.tokens.extend(tokens[: delta.kept_tokens])
         self._stats.tokens(request, delta.kept_tokens, now)
@@ -337,10 +347,7 @@ class EngineCore:
             error = GrammarError(f"request {request.call_id}: {request.grammar.error}")
         elif reason is None and len(request.tokens) >= self.max_model_len:
             delta, reason = self._full(request, delta)
-        if reason is not None:
-            self._release(request, reason, publish=True, error=error)
-        if reason is not None or delta.text or delta.token_ids:
-            self._emit(request, delta, reason, error)
+        return delta, reason, error
 
     def _full(self, request: Request, delta: Delta) -> tuple[Delta, str]:
         """End an answer at the end of the context, which its output cannot see."""
@@ -348,6 +355,8 @@ class EngineCore:
         return replace(delta, text=delta.text + tail.text, finished=True, finish_reason="length"), "length"
 
     def _emit(self, request: Request, delta: Delta, reason: str | None, error: OctavoError | None = None) -> None:
+        if request.answered:
+            return
         self._ready.append(
             ChoiceOutput(
                 request_id=request.call_id,
@@ -408,9 +417,18 @@ class EngineCore:
         if request.state is not State.FINISHED:
             self._finish(request, "error", error)
 
-    def finish_handover(self, request: Request, token: int, logprobs: list[TokenLogprob] | None) -> None:
-        """A decode server has read the row: the request ends here with its first token."""
-        self._append(request, [token], logprobs, time.monotonic())
+    def answer_handover(self, request: Request, token: int, logprobs: list[TokenLogprob] | None) -> str:
+        """The prompt is computed: the client of this half has its answer now, the row stays until it has been read.
+        Returns the finish reason."""
+        delta, reason, error = self._grow(request, [token], logprobs, time.monotonic())
+        reason = reason or "length"
+        self._emit(request, delta, reason, error)
+        request.answered = True
+        return reason
+
+    def finish_handover(self, request: Request, reason: str) -> None:
+        """A decode server has read the row."""
+        self._release(request, reason, publish=True)
 
     def start_landed(self, request: Request, token: int, logprobs: list[TokenLogprob] | None) -> None:
         """The KV of a parked request has landed in the books: decode behind its first token."""

@@ -94,6 +94,7 @@ class Request:
     """One choice while it is in the engine. `tokens` is prompt + output; KV exists for a prefix of it."""
 
     __slots__ = (
+        "answered",
         "arrival_s",
         "cached_tokens",
         "call_id",
@@ -146,6 +147,7 @@ class Request:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.finish_reason: str | None = None
+        self.answered = False  # its client has the last word already; the row is held for a decode server
         self.output: RequestOutputState  # set by the core
         self.grammar: Matcher | None = None
         self.namespace: str | None = None
