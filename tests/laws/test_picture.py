@@ -49,6 +49,7 @@ def test_svg_shows_every_page_with_state_and_owner() -> None:
 
 def test_rows_have_their_own_colours() -> None:
     assert len({picture.row_colour(row) for row in range(40)}) == 40
+    assert picture.row_colour(2) == f"hsl({2 * 137 + 205 - 360} 62% 52%)"
     held = re.findall(r'fill="(hsl[^"]*)"', picture.svg(busy().report()))
     assert {picture.row_colour(0), picture.row_colour(1)} <= set(held)
 
@@ -78,4 +79,43 @@ def test_large_pools_are_folded() -> None:
     assert len(cells) == 1667 and sum("held, row 0" in t for t in cells) == 750
     assert "(3 pages per sign)" in picture.text(report)
     bare = ledger.report(page_map=False)
-    assert picture.text(bare).count("█") >= 700 and "<rect" in picture.svg(bare)
+    assert picture.text(bare).count("█") >= 700
+    assert len(cells_of(picture.svg(bare))) == 750 + 2750 // 3
+    assert len(cells_of(picture.svg(busy().report(page_map=False)))) == 20 + 18
+
+
+def cells_of(drawn: str) -> list[ElementTree.Element]:
+    return [rect for rect in ElementTree.fromstring(drawn).iter(f"{SVG}rect") if "page " in "".join(rect.itertext())]
+
+
+def test_cells_stand_in_rows_of_64() -> None:
+    ledger = make(full_pages=130)
+    drawn = picture.svg(ledger.report())
+    places = [(int(cell.attrib["x"]), int(cell.attrib["y"])) for cell in cells_of(drawn)]
+    assert places == [(20 + i % 64 * 10, 32 + i // 64 * 10) for i in range(130)]
+    rects = list(ElementTree.fromstring(drawn).iter(f"{SVG}rect"))
+    legend = rects[rects.index(next(rect for rect in rects if rect.attrib["width"] == "9" and not list(rect)))]
+    assert int(legend.attrib["y"]) == 32 + 3 * 10 + 22 - 9
+
+
+def by_hand(letters: str, rows: list[dict]) -> dict:
+    words = {word: letters.count(letter) for letter, word in picture.STATE_WORDS.items()}
+    blank = {"committed": 0, "fill": 0, "protected": 0, "evicted": 0, "state": "active"}
+    pools = {"full": {"map": letters, "total": len(letters), **words}}
+    return {"page_size": 4, "pools": pools, "rows": [{**blank, **row} for row in rows]}
+
+
+def test_a_folded_cell_belongs_to_whom_most_of_it_does() -> None:
+    rows = [{"row": 0, "allocated": 8, "full_pages": [2]}, {"row": 1, "allocated": 8, "full_pages": [0, 1]}]
+    drawn = picture.svg(by_hand("h" * 3 + "f" * (3 * 2048 - 3), rows))
+    assert "page 0: held, row 1" in titles(ElementTree.fromstring(drawn))
+
+
+def test_pools_are_folded_beyond_2048_pages() -> None:
+    assert "per sign" not in picture.text(by_hand("f" * 2048, []))
+    assert "(2 pages per sign)" in picture.text(by_hand("f" * 2049, []))
+
+
+def test_the_smallest_request_has_a_sign() -> None:
+    lines = picture.text(by_hand("f", [{"row": 0, "allocated": 4}, {"row": 1, "allocated": 4000}])).splitlines()
+    assert next(line for line in lines if line.startswith("  row 0")).count("░") == 1

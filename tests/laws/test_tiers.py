@@ -296,6 +296,18 @@ def test_a_full_host_tier_takes_its_tickets_back() -> None:
     assert ledger.land(again.row, again.generation) and not balance.check(ledger)
 
 
+def test_a_resumed_request_evicts_as_many_cached_pages_as_it_lacks() -> None:
+    ledger = make(host=8, full=4)
+    ticket = ledger.retract(prefill(ledger, tokens(9)).row)
+    other = prefill(ledger, tokens(8, 50))
+    back_up(ledger, other.row)
+    ledger.release(other.row, tokens(8, 50))
+    assert (ledger.full_pool.free, ledger.tree.evictable_full, ledger.available("logical")) == (2, 2, 4)
+    ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
+    assert (ledger.full_pool.free, ledger.tree.evictable_full) == (0, 1)
+    assert not balance.check(ledger)
+
+
 def test_a_ticket_waits_for_window_pages() -> None:
     sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
     ledger = Ledger(

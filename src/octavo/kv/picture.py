@@ -38,7 +38,7 @@ def _cells(pool: dict[str, Any], owners: dict[int, int]) -> tuple[list[tuple[str
 
 def _spread(pool: dict[str, Any]) -> str:
     """A map in proportion, for pools too large to be mapped page by page."""
-    scale = max(1, -(-pool["total"] // MAX_CELLS))
+    scale = -(-pool["total"] // MAX_CELLS)
     return "".join(letter * (pool[STATE_WORDS[letter]] // scale) for letter in "hlcqf")
 
 
