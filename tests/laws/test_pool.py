@@ -68,7 +68,7 @@ def test_freeing_a_free_page_names_it() -> None:
 def test_freeing_a_page_twice_in_one_call_names_it() -> None:
     pool = PagePool("full", 4)
     pool.take(3)
-    with pytest.raises(LawViolation, match="page 2 is named twice"):
+    with pytest.raises(LawViolation, match="law 6: .*page 2 is named twice"):
         pool.give_back(ids(1, 2, 0, 2), HELD)
     assert pool.counts == [1, 0, 3, 0, 0]
 
@@ -77,9 +77,9 @@ def test_freeing_a_page_twice_in_one_call_names_it() -> None:
 def test_a_page_that_does_not_exist_is_named(page: int) -> None:
     pool = PagePool("full", 4)
     pool.take(4)
-    with pytest.raises(LawViolation, match=f"no page {page}"):
-        pool.give_back(ids(0, page), HELD)
-    with pytest.raises(LawViolation, match=f"no page {page}"):
+    with pytest.raises(LawViolation, match=f"law 6: .*no page {page}"):
+        pool.give_back(ids(0, page, 9), HELD)
+    with pytest.raises(LawViolation, match=f"law 6: .*no page {page}"):
         pool.move(ids(page), HELD, CACHED)
     pool.give_back(ids(0, 3), HELD)
 

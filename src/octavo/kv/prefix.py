@@ -25,7 +25,7 @@ from octavo.kv.pool import PagePool, PageState
 
 
 class Node:
-    """A run of pages. The root of a namespace has none and no parent."""
+    """A run of pages. The root of a namespace has none and no parent. The stamps are the heaps': which entry counts."""
 
     __slots__ = (
         "parent", "children", "key", "tokens", "full", "swa", "start_page",
@@ -42,7 +42,6 @@ class Node:
         self.start_page = start_page
         self.locks = 0
         self.last_use = self.swa_last_use = self.hits = 0
-        self.full_stamp = self.swa_stamp = 0  # which heap entry is the current one
         self.namespace: str | None = None  # of a root
 
     @property
