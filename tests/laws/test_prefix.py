@@ -408,15 +408,3 @@ def test_least_recently_used_window_goes_first() -> None:
     assert (cached(ledger, tokens(5, 30)), cached(ledger, tokens(9, 30)), cached(ledger, tokens(5))) == (0, 8, 4)
     ledger.tree.evict_swa(1)
     assert (cached(ledger, tokens(9, 30)), cached(ledger, tokens(9))) == (0, 8)
-
-
-def test_a_window_that_is_not_read_is_not_used() -> None:
-    """Pages 0 and 1 end where the window of the reader begins."""
-    ledger = sliding(window_tokens=8, full_pages=40, swa_pages=30)
-    ledger.release(prefill(ledger, tokens(17), publish=True).row)
-    ledger.release(prefill(ledger, [*tokens(8), *tokens(9, 50)], publish=True).row)
-    upper = next(node for node in ledger.tree.nodes() if node.start_page == 0)
-    before = upper.swa_last_use, upper.last_use
-    got = ledger.admit(tokens(17))
-    assert (got.cached_tokens, int(ledger.evicted[got.row]), upper.num_pages) == (16, 8, 2)
-    assert upper.swa_last_use == before[0] and upper.last_use > before[1]

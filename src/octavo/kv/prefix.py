@@ -298,7 +298,7 @@ class PrefixTree:
 
     def _adopt_swa(self, node: Node, pages: Int32Array) -> None:
         """Pages of a row become the node's, locked once (by that row)."""
-        if self.swa_pool is not None and len(pages):
+        if self.swa_pool is not None:
             self.swa_pool.move(cast(SwaPages, pages), PageState.HELD, PageState.CACHED)
             self.swa_locks[pages] = 1
             self.swa_node[pages] = node
@@ -376,7 +376,7 @@ class PrefixTree:
             self.roots.pop(root.namespace, None)
 
     def _free_swa(self, pages: Int32Array) -> None:
-        if self.swa_pool is not None and len(pages):
+        if self.swa_pool is not None:
             self.swa_pool.give_back(cast(SwaPages, pages), PageState.CACHED)
             self.swa_node[pages] = None
             self.evictable_swa -= len(pages)
@@ -392,10 +392,7 @@ class PrefixTree:
             alive = np.flatnonzero(node.swa >= 0)
             loose = alive[self.swa_locks[node.swa[alive]] == 0]
             victims = loose[: pages - freed]  # the oldest positions first: windows are at the ends
-            if not len(victims):
-                continue
             self._free_swa(node.swa[victims])
-            node.swa = node.swa.copy()
             node.swa[victims] = NO_PAGE
             freed += len(victims)
             if len(victims) < len(loose):
