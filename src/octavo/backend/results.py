@@ -14,7 +14,7 @@ from octavo.engine.output import TokenLogprob
 from octavo.sched.batch import StepPlan
 
 if TYPE_CHECKING:
-    from octavo.backend.runner import Flat
+    from octavo.backend.batches import Flat
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ Token order in the forward: decode rows first (root, then drafted columns), then
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from octavo.backend.batches import Batch, Flat, uniform
 from octavo.backend.masks import draft_masks, first_masks, to_device
 from octavo.backend.prompt_logprobs import prompt_logprobs
 from octavo.backend.relay import Relay, TableProjection, TierProjection, upload
@@ -28,42 +28,6 @@ from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, Propo
 from octavo.spec.pending import PendingSteps
 from octavo.spec.prepare import prepare_step
 from octavo.spec.verify import accept, ancestor_mask, compact_kv, path_tokens
-
-
-@dataclass(frozen=True)
-class Flat:
-    """Decode part of a forward: `padded` [D, 1+m] matrices cut to the real tokens.
-
-    `index` [nd] picks real tokens out of the flattened matrices (None: all are real); `lengths` are drafted
-    columns per row, on the host.
-    """
-
-    width: int
-    lengths: tuple[int, ...]
-    index: torch.Tensor | None
-
-    def cut(self, padded: torch.Tensor) -> torch.Tensor:
-        flat = padded.reshape(-1, *padded.shape[2:])
-        return flat if self.index is None else flat.index_select(0, self.index)
-
-    def pad(self, flat: torch.Tensor) -> torch.Tensor:
-        """[nd, …] back to [D, 1+m, …]; padded places hold zeros and are never looked at."""
-        rows = len(self.lengths)
-        if self.index is None:
-            return flat.reshape(rows, self.width, *flat.shape[1:])
-        out = flat.new_zeros(rows * self.width, *flat.shape[1:])
-        out.index_copy_(0, self.index, flat)
-        return out.reshape(rows, self.width, *flat.shape[1:])
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One token for each of b rows: ledger rows, sequence of each token and ones, [b] each; indptr on the host."""
-
-    rows: torch.Tensor
-    q_seq: torch.Tensor
-    ones: torch.Tensor
-    q_indptr: tuple[int, ...]
 
 
 class Runner:
@@ -90,7 +54,7 @@ class Runner:
             tables["swa"] = kv.swa_table
         self._projection = TableProjection(tables)
         self._tiers = None if kv.sparse is None or ledger.tiers is None else TierProjection(kv.sparse, ledger.tiers)
-        self._last_batch: tuple[tuple[int, ...], Batch] | None = None
+        self._last_batch: tuple[tuple[tuple[int, ...], int], Batch] | None = None
         self._taps = drafter.taps if drafter is not None else ()
         self.pending = PendingSteps()
         self._may_wait = drafter is not None and drafter.needs_draft_kv
@@ -133,7 +97,9 @@ class Runner:
             self._plain(handle, plan)
             handle.send(self.device)
             return handle
-        if draft is not None and draft.parents is not None and plan.prefills:
+        if draft is not None and draft.parents is None and not plan.prefills and uniform(draft):
+            self._chain(handle, plan, draft)
+        elif draft is not None and draft.parents is not None and plan.prefills:
             # a tree's ancestor masks speak about 64 slots; a prompt chunk may be longer, so it runs on its own
             self._forward(handle, plan.decodes, (), draft, plan.max_kv_tokens)
             self._forward(handle, (), plan.prefills, None, plan.max_kv_tokens)
@@ -197,8 +163,14 @@ class Runner:
             tap = taps[:count] if taps is not None else None
             self._verify(handle, decodes, flat, draft, decode_rows, start, hidden[:count], tap, max_kv_tokens)
         if prefills:
-            self._prefill(handle, prefills, rows[len(decodes) :], hidden[count:],
-                          taps[count:] if taps is not None else None, max_kv_tokens)
+            self._prefill(
+                handle,
+                prefills,
+                rows[len(decodes) :],
+                hidden[count:],
+                taps[count:] if taps is not None else None,
+                max_kv_tokens,
+            )
 
     def _plain(self, handle: StepHandle, plan: StepPlan) -> None:
         """One token for every row, nothing drafted: the same as `_forward`, with as few operations as it takes."""
@@ -230,27 +202,85 @@ class Runner:
             self.sampler.remember(rows, at, sampled[:, None])
         handle.keep_plain(sampled, logprobs)
         if self.drafter is not None:
-            self._observe_plain(
-                Observation(
-                    rows=rows,
-                    host_rows=host_rows,
-                    indptr=batch.q_indptr,
-                    start=start,
-                    counts=batch.ones,
-                    features=taps,
-                    next_tokens=sampled,
-                    is_last=(True,) * len(host_rows),
-                    kv=self.kv,
-                    max_kv_tokens=self._ledger.width_pages * self.kv.page_size,
-                )
-            )
+            self._observe_plain(self._observation(host_rows, batch, start, batch.ones, taps, sampled))
 
-    def _batch_of(self, host_rows: tuple[int, ...]) -> Batch:
-        """What describes a plain step of these rows; the same rows mostly come again."""
-        if self._last_batch is None or self._last_batch[0] != host_rows:
+    def _observation(
+        self,
+        host_rows: tuple[int, ...],
+        batch: Batch,
+        start: torch.Tensor,
+        counts: torch.Tensor,
+        features: torch.Tensor | None,
+        next_tokens: torch.Tensor,
+    ) -> Observation:
+        return Observation(
+            rows=batch.rows,
+            host_rows=host_rows,
+            indptr=batch.q_indptr,
+            start=start,
+            counts=counts,
+            features=features,
+            next_tokens=next_tokens,
+            is_last=(True,) * len(host_rows),
+            kv=self.kv,
+            max_kv_tokens=self._ledger.width_pages * self.kv.page_size,
+        )
+
+    def _chain(self, handle: StepHandle, plan: StepPlan, draft: Draft) -> None:
+        """Chains or blocks of one length for every row: the same as `_forward`, with as few operations as it takes."""
+        host_rows = tuple(d.row for d in plan.decodes)
+        drafted = draft.lengths[0]
+        batch = self._batch_of(host_rows, 1 + drafted)
+        rows, b = batch.rows, len(host_rows)
+        start = self.relay.seq_lens.index_select(0, rows)
+        root = self.relay.last_tokens.index_select(0, rows)[:, None]
+        columns = draft.tokens[:, :drafted]
+        slots = (start[:, None] + batch.columns).reshape(-1)
+        meta = StepMeta(
+            token_ids=torch.cat([root, columns], dim=1).reshape(-1),
+            positions=slots,
+            write_slots=slots,
+            q_seq=batch.q_seq,
+            rows=rows,
+            kv_start=start,
+            mask=None,
+            q_indptr=batch.q_indptr,
+            max_kv_tokens=plan.max_kv_tokens,
+            num_decodes=b,
+        )
+        hidden, taps = self.network.forward(meta, self.kv, self._taps)
+        path = None
+        if self.sampler.needs_path(host_rows):
+            path = path_tokens(columns, None, None, drafted).reshape(b * (1 + drafted), -1)
+        masks = to_device(draft_masks(plan.decodes, draft.lengths, draft, self.network.config.vocab_size), self.device)
+        sampled, logprobs = self.sampler.sample(
+            hidden, batch.node_rows, slots + 1, host_rows, max_tokens=plan.max_kv_tokens + 1, path=path, bitmask=masks
+        )
+        nodes, counts, tokens = accept(columns, None, None, sampled.reshape(b, -1))
+        counts = self._keep_run(
+            handle,
+            plan.max_kv_tokens,
+            rows,
+            start,
+            nodes,
+            counts,
+            tokens,
+            Flat(1 + drafted, draft.lengths, None),
+            logprobs,
+        )
+        # an accepted path lies in order, and what is behind it is not looked at: nothing needs to be gathered
+        self._observe(self._observation(host_rows, batch, start, counts + 1, taps, sampled))
+
+    def _batch_of(self, host_rows: tuple[int, ...], width: int = 1) -> Batch:
+        """What describes a step of `width` tokens for each of these rows; the same one mostly comes again."""
+        key = (host_rows, width)
+        if self._last_batch is None or self._last_batch[0] != key:
             b = len(host_rows)
-            rows, seq = upload(list(host_rows), self.device), torch.arange(b, device=self.device)
-            self._last_batch = (host_rows, Batch(rows, seq, torch.ones_like(rows), tuple(range(b + 1))))
+            rows, columns = upload(list(host_rows), self.device), torch.arange(width, device=self.device)
+            node_rows = rows[:, None].expand(b, width).reshape(-1)
+            seq = torch.arange(b, device=self.device)[:, None].expand(b, width).reshape(-1)
+            indptr = tuple(range(0, b * width + 1, width))
+            self._last_batch = (key, Batch(rows, node_rows, seq, columns, torch.ones_like(rows), indptr))
         return self._last_batch[1]
 
     def _flat(self, decode_rows: int, draft: Draft | None) -> Flat:
@@ -349,18 +379,34 @@ class Runner:
             hidden, node_rows, at, host_rows, max_tokens=max_kv_tokens + 1, path=path, bitmask=masks
         )
         nodes, counts, tokens = self._accept(flat, draft, sampled)
-        room = self.context_tokens - 1 - start
-        counts = torch.minimum(counts, room.clamp(min=0))
-        bonus = tokens.gather(1, counts[:, None])[:, 0]
         if draft is not None and draft.parents is not None:
             compact_kv(self.kv, rows, start, nodes, self._pools)
-        lengths = torch.minimum(start + counts + 1, torch.full_like(start, self.context_tokens))
-        self.relay.store(rows, lengths, bonus)
+        counts = self._keep_run(handle, max_kv_tokens, rows, start, nodes, counts, tokens, flat, logprobs)
+        if self.drafter is not None:
+            self._observe_run(host_rows, rows, start, flat, nodes, counts, tokens, taps)
+
+    def _keep_run(
+        self,
+        handle: StepHandle,
+        max_kv_tokens: int,
+        rows: torch.Tensor,
+        start: torch.Tensor,
+        nodes: torch.Tensor,
+        counts: torch.Tensor,
+        tokens: torch.Tensor,
+        flat: Flat,
+        logprobs: Any,
+    ) -> torch.Tensor:
+        """Accepted runs into relay, history and results, cut to what the context holds. Returns the counts kept."""
+        lengths = start + counts + 1
+        if max_kv_tokens > self.context_tokens:  # else no slot of the step lies behind the context
+            counts = torch.minimum(counts, (self.context_tokens - 1 - start).clamp(min=0))
+            lengths = (start + counts + 1).clamp(max=self.context_tokens)
+        self.relay.store(rows, lengths, tokens.gather(1, counts[:, None])[:, 0])
         if self.sampler.remembers:
             self.sampler.remember(rows, start + 1, tokens)
         handle.keep_decodes(tokens, counts, nodes, flat, logprobs)
-        if self.drafter is not None:
-            self._observe_run(host_rows, rows, start, flat, nodes, counts, tokens, taps)
+        return counts
 
     def _accept(
         self, flat: Flat, draft: Draft | None, sampled: torch.Tensor
@@ -466,8 +512,9 @@ class Runner:
             handle.keep_prefills(final, sampled, logprobs)
         handle.keep_prompts(prompt_logprobs(self.network, chunks, hidden))
         if self.drafter is not None:
-            known = [c.request.tokens[c.start + 1 : c.end] + ([0] if c.final else [c.request.tokens[c.end]])
-                     for c in chunks]
+            known = [
+                c.request.tokens[c.start + 1 : c.end] + ([0] if c.final else [c.request.tokens[c.end]]) for c in chunks
+            ]
             following = upload(np.concatenate([np.asarray(k, dtype=np.int64) for k in known]), self.device)
             if sampled is not None:
                 following.index_copy_(0, upload(ends[final] - 1, self.device), sampled)

@@ -34,6 +34,7 @@ class Network:
     sparse_layers           layers that HiSparse keeps in device slots and the host tier; 0 without
     host_layers, dense_host_layers  layer inside a host page of each sparse layer, of each layer of the full pool
                             (drafts included); a host page holds host_page_layers of them
+    embedding               the table, for programs of `ops` that embed tokens themselves
     weight_bytes, formats, kernels  for the start-up print
     """
 
@@ -62,7 +63,7 @@ class Network:
         self.dense_host_layers = (*dense, *range(len(whole), self.host_page_layers))
         self.dtype, self.kv_dtype, self.device = reader.dtype, kv_dtype, reader.device
         self.kernels, self.max_positions = ops.name, max_positions
-        self._embed = reader.table("model.embed_tokens.weight")
+        self._embed = self.embedding = reader.table("model.embed_tokens.weight")
         self._head = self._embed if config.tie_embeddings else reader.table("lm_head.weight")
         self._norm = reader.vector("model.norm.weight")
         ropes: dict[bool, Any] = {}

@@ -85,6 +85,9 @@ class Tape(Protocol):
     def scale(self, x: Value, factor: float) -> Value:
         """factor · x."""
 
+    def argmax(self, name: str, x: Value, weight: Weight) -> None:
+        """Output `name`: int64 [n], the id of the largest logit x Wᵀ of each row, ties to the lowest id."""
+
 
 Body = Callable[[Tape], None]
 

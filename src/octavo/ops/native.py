@@ -112,7 +112,8 @@ class NativeProgram:
         self._outputs = list(tape.outputs.items())
         self._index_outputs = {n.target[0] for n in tape.nodes if n.op == nl.ARGMAX and n.target}
         self._layers = tape.layers
-        self._checked: tuple[int, ...] = ()
+        self._bound_to: KVView | None = None
+        self._bound_run = nl.Run()
         self._sparse = SparseBinding()
         code = (nl.Instr * max(1, len(lowered.code)))(*lowered.code)
         external = [width for _, width in lowered.external]
@@ -142,7 +143,8 @@ class NativeProgram:
     ) -> dict[str, torch.Tensor]:
         """Outputs by name, float32 [n, width] (int64 [n] for arg max). Raises OctavoError for ids, positions or
         pages outside their tables (the step's other results are then void)."""
-        run = nl.Run(tokens=meta.num_tokens, sequences=meta.num_seqs)
+        run = self._bound(kv) if self._layers else nl.Run()
+        run.tokens, run.sequences = meta.num_tokens, meta.num_seqs
         keep = [_int64(t) for t in (meta.token_ids, meta.positions, meta.write_slots, meta.rows, meta.kv_start)]
         run.token_ids, run.positions, run.write_slots, run.rows, run.kv_start = (t.data_ptr() for t in keep)
         if meta.mask is not None:
@@ -151,7 +153,6 @@ class NativeProgram:
         indptr = nl.int64_array(list(meta.q_indptr))
         run.q_indptr = ctypes.addressof(indptr)
         if self._layers:
-            self._bind_kv(run, kv)
             self._bind_sparse(run, kv, meta.num_decodes)
         return self.run_raw(run, inputs or {})
 
@@ -194,6 +195,14 @@ class NativeProgram:
             result.append((nl.OP_NAMES[op], int(weight_bytes.value), float(seconds[stage])))
         return result
 
+    def _bound(self, kv: KVView | None) -> nl.Run:
+        """A run that knows the pools; every step has the same ones, so they are looked at once."""
+        if kv is None or kv is not self._bound_to:
+            run = nl.Run()
+            self._bind_kv(run, kv)
+            self._bound_to, self._bound_run = kv, run
+        return nl.Run.from_buffer_copy(self._bound_run)
+
     def _bind_kv(self, run: nl.Run, kv: KVView | None) -> None:
         if kv is None:
             raise ValueError("this program has attention: it needs a KVView")
@@ -221,11 +230,7 @@ class NativeProgram:
         run.kv_bf16 = int(kv.sparse.slots.dtype == torch.bfloat16)
 
     def _check_kv(self, kv: KVView) -> None:
-        """Shapes, types and layers of the pools, once per set of tensors."""
-        tensors = (kv.full, kv.swa, kv.full_table, kv.swa_table)
-        key = (*(0 if t is None else t.data_ptr() for t in tensors), kv.page_size)
-        if key == self._checked:
-            return
+        """Shapes, types and layers of the pools."""
         for need in self._layers:
             name = POOL_NAMES[need.pool]
             if name == "sparse":
@@ -238,7 +243,6 @@ class NativeProgram:
                 raise ValueError("KV pages must be contiguous float32 or bfloat16")
             if table.dtype != torch.int32 or not table.is_contiguous():
                 raise ValueError("page tables must be contiguous int32")
-        self._checked = key
 
 
 def _int64(x: torch.Tensor) -> torch.Tensor:

@@ -155,14 +155,14 @@ class NativeTape:
     def scale(self, x: Handle, factor: float) -> Handle:
         return self._emit(nl.SCALE, [x], x.width, floats=(factor,))
 
-    # -- not in Tape: heads
-    def softcap(self, x: Handle, cap: float) -> Handle:
-        return self._emit(nl.SOFTCAP, [x], x.width, floats=(cap,))
-
     def argmax(self, name: str, x: Handle, weight: Any) -> None:
         _same("argmax", x.width, weight.in_features)
         self.outputs[name] = 1
         self.nodes.append(Node(nl.ARGMAX, [x], None, 1, weight=weight, target=(name, 0)))
+
+    # -- not in Tape
+    def softcap(self, x: Handle, cap: float) -> Handle:
+        return self._emit(nl.SOFTCAP, [x], x.width, floats=(cap,))
 
 
 def _same(op: str, have: int, want: int) -> None:

@@ -150,6 +150,9 @@ class TorchTape:
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x * factor
 
+    def argmax(self, name: str, x: torch.Tensor, weight: TorchWeight) -> None:
+        self.outputs[name] = self._ops.argmax(x, weight)
+
     def _attention(self) -> AttentionStep:
         if self._step is None:
             raise ValueError("this program attends: run it with a KVView")

@@ -64,32 +64,36 @@ class DraftTarget:
         rows = self.network.embed(ids)
         return rows if factor == 1.0 else rows * factor
 
+    def table(self, scale: float = 1.0) -> Weight | None:
+        """The target's table, where a program that embeds with it has the same bits as `embed`; None: call that."""
+        return getattr(self.network, "embedding", None) if scale == self.config.embed_scale else None
+
 
 class DraftHead:
-    """Logits over the draft's vocabulary, and the way back to target ids."""
+    """Logits over the draft's vocabulary, and the way back to target ids. `own`: its matrix, None for the target's."""
 
     def __init__(self, weights: DraftWeights, target: DraftTarget) -> None:
         self._target = target
-        self._own: Weight | None = None
+        self.own: Weight | None = None
         self._ids: torch.Tensor | None = None
         if weights.token_ids is not None:
             self._ids = weights.token_ids.to(target.device)
         if "lm_head.weight" in weights.tensors:
-            self._own = target.ops.matrix(_matrix(weights.tensors["lm_head.weight"], target.kind))
+            self.own = target.ops.matrix(_matrix(weights.tensors["lm_head.weight"], target.kind))
         elif weights.token_ids is not None:
-            self._own = target.ops.matrix(target.head_rows(weights.token_ids))
+            self.own = target.ops.matrix(target.head_rows(weights.token_ids))
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, H] -> target ids [m]."""
-        if self._own is None:
+        if self.own is None:
             return self._target.network.argmax(hidden)
-        return self.target_ids(self._target.ops.argmax(hidden, self._own))
+        return self.target_ids(self._target.ops.argmax(hidden, self.own))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, H] -> float32 [m, draft vocabulary]."""
-        if self._own is None:
+        if self.own is None:
             return self._target.network.logits(hidden)
-        return self._target.ops.logits(hidden, self._own)
+        return self._target.ops.logits(hidden, self.own)
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         if self._ids is None:
@@ -167,22 +171,45 @@ class EagleNetwork:
         self._norm = maker.vector("norm")
         self._rope = target.ops.rope(*target.rope(target.config.rope, config.layer.head_dim))
         self.head = DraftHead(weights, target)
+        self._table = target.table()
         self._write_program = target.ops.program(self._write_body)
         self._step_program = target.ops.program(self._step_body)
+        # embedding, layer and head in one program, where the target shows its table and the draft has its own rows
+        fused = self._table is not None and self.head.own is not None
+        self._chain_program = target.ops.program(self._chain_body) if fused else None
 
     def write(
         self, meta: StepMeta, kv: KVView, features: torch.Tensor, next_tokens: torch.Tensor
     ) -> torch.Tensor:
         """Draft K/V of true pairs; returns the fused features [n, H] (the state a chain starts from)."""
-        inputs = {"features": features, "embeds": self._target.embed(next_tokens)}
+        inputs = {"features": features, **self._embeds(next_tokens)}
         return self._write_program.run(meta, kv, inputs)["fused"]
 
     def step(
         self, meta: StepMeta, kv: KVView, state: torch.Tensor, next_tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft step: (state fed back to the next step [n, H], hidden for the head [n, H])."""
-        out = self._step_program.run(meta, kv, {"state": state, "embeds": self._target.embed(next_tokens)})
+        out = self._step_program.run(meta, kv, {"state": state, **self._embeds(next_tokens)})
         return out["state"], out["hidden"]
+
+    def chain_step(
+        self, meta: StepMeta, kv: KVView, state: torch.Tensor, next_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of a chain: (state fed back [n, H], best target ids [n])."""
+        if self._chain_program is None:
+            state, hidden = self.step(meta, kv, state, next_tokens)
+            return state, self.head.argmax(hidden)
+        out = self._chain_program.run(meta, kv, {"state": state})
+        return out["state"], self.head.target_ids(out["ids"])
+
+    def _embeds(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Inputs of a program that does not embed the step's token ids itself."""
+        return {} if self._table is not None else {"embeds": self._target.embed(tokens)}
+
+    def _embedded(self, tape: Tape) -> Value:
+        if self._table is not None:
+            return tape.embed(self._table)
+        return tape.input("embeds", self.config.layer.hidden_size)
 
     def _pair(self, tape: Tape, embeds: Value, feature: Value) -> tuple[Value, Value]:
         eps = self.config.layer.rms_eps
@@ -201,14 +228,21 @@ class EagleNetwork:
             normed = [tape.rms_norm(p, w, layer.rms_eps) for p, w in zip(parts, self._fc_norms, strict=True)]
             features = tape.concat(normed)
         fused = tape.linear(features, self._fc)
-        both, _ = self._pair(tape, tape.input("embeds", hidden), fused)
+        both, _ = self._pair(tape, self._embedded(tape), fused)
         k, v = tape.split(tape.linear(both, self._kv), [layer.kv_width] * 2)
         tape.rope_write(None, k, v, self._layer, self._rope, layer.head_dim)
         tape.output("fused", fused)
 
     def _step_body(self, tape: Tape) -> None:
+        tape.output("hidden", self._layer_body(tape))
+
+    def _chain_body(self, tape: Tape) -> None:
+        tape.argmax("ids", self._layer_body(tape), self.head.own)
+
+    def _layer_body(self, tape: Tape) -> Value:
+        """The layer over pairs of (own state, drafted token), up to what the head reads."""
         layer, hidden = self.config.layer, self.config.layer.hidden_size
-        both, residual = self._pair(tape, tape.input("embeds", hidden), tape.input("state", hidden))
+        both, residual = self._pair(tape, self._embedded(tape), tape.input("state", hidden))
         q, k, v = tape.split(tape.linear(both, self._qkv), [layer.q_width, layer.kv_width, layer.kv_width])
         q = tape.rope_write(q, k, v, self._layer, self._rope, layer.head_dim)
         heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -216,7 +250,7 @@ class EagleNetwork:
         state = self._block.run(tape, attended, residual, self.config)
         normed = tape.rms_norm(state, self._norm, layer.rms_eps)
         tape.output("state", normed if self.config.feed_normed else state)
-        tape.output("hidden", normed if self.config.norm_logits else state)
+        return normed if self.config.norm_logits else state
 
 
 @dataclass(frozen=True)
@@ -245,6 +279,7 @@ class DFlashNetwork:
         rope = config.rope if config.rope is not None else target.config.rope
         self._rope = target.ops.rope(*target.rope(rope, config.layer.head_dim))
         self.head = DraftHead(weights, target)
+        self._table = target.table(config.embed_scale)
         self._write_program = target.ops.program(self._write_body)
         # layers that share the direction of their block mask run as one program
         self._segments: list[tuple[bool, Program]] = []
@@ -271,10 +306,12 @@ class DFlashNetwork:
 
     def block(self, full: StepMeta, causal: StepMeta, kv: KVView) -> torch.Tensor:
         """Hidden states [n, H] of block tokens, for the head. `full` and `causal` differ in their masks only."""
-        hidden = self._target.embed(full.token_ids, self.config.embed_scale)
+        inputs = {}
+        if self._table is None:
+            inputs = {"hidden": self._target.embed(full.token_ids, self.config.embed_scale)}
         for is_causal, program in self._segments:
-            hidden = program.run(causal if is_causal else full, kv, {"hidden": hidden})["hidden"]
-        return hidden
+            inputs = program.run(causal if is_causal else full, kv, inputs)
+        return inputs["hidden"]
 
     def _write_body(self, tape: Tape) -> None:
         layer = self.config.layer
@@ -287,7 +324,10 @@ class DFlashNetwork:
 
     def _block_body(self, first: int, last: int) -> Callable[[Tape], None]:
         def body(tape: Tape) -> None:
-            hidden = tape.input("hidden", self.config.layer.hidden_size)
+            if first == 0 and self._table is not None:
+                hidden = tape.embed(self._table, self.config.embed_scale)
+            else:
+                hidden = tape.input("hidden", self.config.layer.hidden_size)
             for weights in self._layers[first:last]:
                 hidden = self._layer_body(tape, hidden, weights)
             if last == self.config.num_layers:

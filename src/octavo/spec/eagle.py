@@ -10,6 +10,8 @@ The first prediction comes from the newest true pair, c - 1: its K/V is there al
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from octavo.errors import ConfigError, ModelError
@@ -127,8 +129,8 @@ class EagleDrafter:
             return self._chain(batch, limits)
         return self._tree(batch, limits)
 
-    def _first(self, batch: ProposeBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(state, hidden) [b, H] of the newest true pair, position c - 1."""
+    def _first(self, batch: ProposeBatch) -> tuple[StepMeta, torch.Tensor]:
+        """The newest true pair, position c - 1: (its forward, the state [b, H] it starts from)."""
         b = len(batch.host_rows)
         meta = StepMeta(
             token_ids=batch.last_tokens,
@@ -141,8 +143,7 @@ class EagleDrafter:
             q_indptr=tuple(range(b + 1)),
             max_kv_tokens=batch.max_kv_tokens,
         )
-        state = self._state.index_select(0, batch.rows)
-        return self.network.step(meta, batch.kv, state, batch.last_tokens)
+        return meta, self._state.index_select(0, batch.rows)
 
     def _chain(self, batch: ProposeBatch, limits: tuple[int, ...]) -> Draft:
         steps = min(batch.draft_tokens, self.steps, max(limits, default=0))
@@ -150,24 +151,14 @@ class EagleDrafter:
         b, device = len(limits), batch.rows.device
         if steps <= 0:
             return Draft(torch.zeros(b, 0, dtype=torch.int64, device=device), None, None, (0,) * b)
-        state, hidden = self._first(batch)
-        drafted = [self.network.head.argmax(hidden)]
-        indptr = tuple(range(b + 1))
+        first, state = self._first(batch)
+        state, token = self.network.chain_step(first, batch.kv, state, batch.last_tokens)
+        drafted = [token]
         for s in range(1, steps):
-            at = batch.seq_lens + (s - 1)
-            meta = StepMeta(
-                token_ids=drafted[-1],
-                positions=at,
-                write_slots=at,
-                q_seq=torch.arange(b, device=device),
-                rows=batch.rows,
-                kv_start=batch.seq_lens,
-                mask=None,
-                q_indptr=indptr,
-                max_kv_tokens=batch.max_kv_tokens,
-            )
-            state, hidden = self.network.step(meta, batch.kv, state, drafted[-1])
-            drafted.append(self.network.head.argmax(hidden))
+            at = batch.seq_lens + (s - 1) if s > 1 else batch.seq_lens
+            meta = replace(first, token_ids=token, positions=at, write_slots=at, mask=None)
+            state, token = self.network.chain_step(meta, batch.kv, state, token)
+            drafted.append(token)
         return Draft(torch.stack(drafted, dim=1), None, None, lengths)
 
     def _tree(self, batch: ProposeBatch, limits: tuple[int, ...]) -> Draft:
@@ -178,7 +169,8 @@ class EagleDrafter:
             return Draft(torch.zeros(b, 0, dtype=torch.int64, device=device), None, None, (0,) * b)
         columns = min(self.max_draft_tokens, batch.draft_tokens, k + (steps - 1) * k * k)
         lengths = tuple(columns if limit >= steps else 0 for limit in limits)
-        state, hidden = self._first(batch)
+        first, state = self._first(batch)
+        state, hidden = self.network.step(first, batch.kv, state, batch.last_tokens)
         grower = TreeGrower(k)
         tokens, log_probs = self._top(hidden)
         frontier = grower.first(tokens, log_probs)

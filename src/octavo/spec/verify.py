@@ -34,14 +34,14 @@ def _columns_real(lengths: torch.Tensor | Sequence[int], m: int, device: torch.d
 def accept(
     draft_tokens: torch.Tensor,
     parents: torch.Tensor | None,
-    lengths: torch.Tensor | Sequence[int],
+    lengths: torch.Tensor | Sequence[int] | None,
     sampled: torch.Tensor,
     max_depth: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which drafted nodes are kept.
 
     draft_tokens [b, m]; parents [b, m] node numbers or None for a chain; lengths: real columns per row (host
-    numbers or a tensor [b]); sampled [b, m + 1] the target's token at every node; max_depth: longest path
+    numbers or a tensor [b]; None: all m); sampled [b, m + 1] the target's token at every node; max_depth: longest path
     (default m).
 
     Returns (accept_nodes, counts, out_tokens), w = max_depth + 1:
@@ -55,9 +55,10 @@ def accept(
     depth = m if max_depth is None else min(max_depth, m)
     width = (m if max_depth is None else max_depth) + 1
     steps = torch.arange(width, device=device)
-    real = _columns_real(lengths, m, device)
+    real = None if lengths is None else _columns_real(lengths, m, device)
     if parents is None:
-        hit = (draft_tokens == sampled[:, :m]) & real
+        hit = draft_tokens == sampled[:, :m]
+        hit = hit if real is None else hit & real
         counts = hit[:, :depth].to(torch.int64).cumprod(dim=1).sum(dim=1)
         nodes = torch.minimum(steps.expand(b, width), counts[:, None])
         return nodes, counts, sampled.gather(1, nodes)
@@ -67,7 +68,8 @@ def accept(
     path = [node]
     for _ in range(depth):
         y = sampled.gather(1, node[:, None])
-        child = (parents == node[:, None]) & (draft_tokens == y) & real
+        child = (parents == node[:, None]) & (draft_tokens == y)
+        child = child if real is None else child & real
         alive = alive & child.any(dim=1)
         node = torch.where(alive, child.to(torch.int8).argmax(dim=1) + 1, node)
         counts = counts + alive.to(torch.int64)
