@@ -1,4 +1,4 @@
-"""How the decode part of a forward is laid out: ragged (`Flat`), or the same number of tokens for every row (`Batch`)."""
+"""How the decode rows of a forward are laid out: ragged (`Flat`), or equally many tokens for every row (`Batch`)."""
 
 from __future__ import annotations
 
