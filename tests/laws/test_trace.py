@@ -133,6 +133,38 @@ def test_a_resumed_request_publishes_what_was_computed_again(tmp_path: Path) -> 
     assert got["hits"] == 12
 
 
+def test_what_is_asked_for_is_taken(tmp_path: Path) -> None:
+    """Admission computes nothing; a chunk takes its pages; a plan those of its reserve."""
+    calls = [*admit(0, 12), {"call": "plan", "rows": [0], "reserve": 2}, {"call": "plan", "rows": [0], "reserve": 9}]
+    for count, peak in ((1, 0), (2, 3), (3, 3), (4, 4), (5, 4)):
+        write_trace(tmp_path / "trace", *calls[:count])
+        assert replay(tmp_path / "trace")["peak_pages"] == {"full": peak}
+
+
+def test_quarantined_pages_come_back(tmp_path: Path) -> None:
+    arrive = {"call": "preallocate", "tokens": tokens(28), "fill": 28, "namespace": None, "row": 0}
+    calls = [arrive, {"call": "quarantine", "row": 0}, {"call": "end_quarantine"}, *admit(1, 28, 50)]
+    write_trace(tmp_path / "trace", *calls)
+    got = replay(tmp_path / "trace")
+    assert (got["requests"], got["preemptions"], got["waiting_at_end"], got["violations"]) == (2, 0, 0, 0)
+    write_trace(tmp_path / "trace", *[call for call in calls if call["call"] != "end_quarantine"])
+    assert replay(tmp_path / "trace")["waiting_at_end"] == 1
+
+
+def test_a_request_that_landed_goes_on(tmp_path: Path) -> None:
+    """It is planned, its window slides, and it may be preempted by one that has written more."""
+    arrive = {"call": "preallocate", "tokens": tokens(17), "fill": 16, "namespace": None, "row": 0}
+    steps = [{"call": "plan", "rows": [0, 1], "reserve": 4}, {"call": "commit", "rows": [0, 1], "committed": [17, 15]}]
+    calls = [arrive, {"call": "land", "row": 0}, *admit(1, 12, 50), *steps, {"call": "plan", "rows": [1], "reserve": 4}]
+    write_trace(tmp_path / "trace", *calls, full_pages=10)
+    got = replay(tmp_path / "trace")
+    assert (got["preemptions"], got["waiting_at_end"], got["peak_pages"]) == (0, 0, {"full": 10})
+    calls += [{"call": "plan", "rows": [1], "reserve": 9}, {"call": "release", "row": 0}]
+    write_trace(tmp_path / "trace", *calls, full_pages=10, largest_reserve_tokens=9)
+    got = replay(tmp_path / "trace")
+    assert (got["preemptions"], got["resumed"], got["waiting_at_end"], got["violations"]) == (1, 0, 0, 0)
+
+
 def test_outputs_are_what_was_written_behind_the_prompt() -> None:
     assert [_Request([7] * 3, None, committed=c).outputs for c in (0, 3, 5)] == [0, 0, 2]
 
