@@ -121,15 +121,13 @@ def page_aligned_decode_alloc_lens(
     Pure host arithmetic; nothing is changed.
     """
     tokens = reserve_tokens(reserve)
+    p = check_page_size(page_size)
     if isinstance(requests, RowsView):
         allocated, known = requests
-        if page_size & (page_size - 1) or page_size < 1:
-            check_page_size(page_size)
-        grown = known + (tokens + page_size - 1)
-        grown &= -page_size
+        grown = known + (tokens + p - 1)
+        grown &= -p
         np.maximum(grown, allocated, out=grown)
         return AllocLens(allocated, grown, int((grown - allocated).sum()))
-    p = check_page_size(page_size)
     current = [_length(r, "kv_allocated_len") for r in requests]
     after = [
         decode_watermark(have, _length(request, "kv_committed_len"), tokens, p)
