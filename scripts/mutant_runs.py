@@ -33,7 +33,7 @@ REPO = Path(__file__).resolve().parents[1]
 NOT_RUN = {"test_pure.py", "test_invariants_doc.py"}  # they read sources and documents
 MEANT_FOR = {
     "balance.py": "test_planted.py", "balance_tree.py": "test_planted.py", "balance_tiers.py": "test_tiers.py",
-    "tiers.py": "test_tiers.py", "ledger_tiers.py": "test_tiers.py", "ledger_transfers.py": "test_transfers.py",
+    "tiers.py": "test_ti", "ledger_tiers.py": "test_tickets.py", "ledger_transfers.py": "test_transfers.py",
     "sizing.py": "test_tables.py", "sliding.py": "test_tables.py", "pages.py": "test_tables.py",
     "pool.py": "test_pool.py", "prefix.py": "test_prefix.py", "heap.py": "test_prefix.py",
     "policy.py": "test_trace.py", "trace.py": "test_trace.py", "replay.py": "test_trace.py",

@@ -9,6 +9,7 @@ import numpy as np
 
 from octavo.kv import balance
 from octavo.kv.ledger import Admission, Ledger, LedgerConfig
+from octavo.kv.tiers import TierConfig
 
 
 def make(page_size: int = 4, full_pages: int = 32, **options: Any) -> Ledger:
@@ -64,3 +65,16 @@ def golden(name: str) -> dict[str, list[str]]:
         else:
             found[line] = []
     return found
+
+
+def tiered(host: int = 16, full: int = 16, slots: int = 12) -> Ledger:
+    sizes = TierConfig(host, slots, device_pages=4, topk_pages=1, recent_tokens=4)
+    return Ledger(
+        LedgerConfig(page_size=4, full_pages=full, max_rows=4, context_tokens=48, largest_reserve_tokens=4, tiers=sizes)
+    )
+
+
+def back_up(ledger: Ledger, row: int) -> None:
+    backup = ledger.begin_backup([row])
+    if backup is not None:
+        ledger.end_backup(backup.op)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import ConfigError, LawViolation, NeverFits, OutOfPages
+from octavo.errors import ConfigError, NeverFits, OutOfPages
 from octavo.kv import balance, tiers
 from octavo.kv.ledger import Ledger, LedgerConfig
 from octavo.kv.tiers import TierConfig
-from tests.laws.helpers import commit, golden, prefill, tokens
+from tests.laws.helpers import back_up, commit, golden, prefill, tiered, tokens
 from tests.laws.tier_simulation import TierSimulation
 
 EVENTS = (
@@ -108,39 +108,9 @@ def test_slots_for_one_row_at_least() -> None:
 # --- single cases -----------------------------------------------------------------------------------------------
 
 
-def test_a_tiered_pool_does_both_or_neither() -> None:
-    pool = tiers.TieredPool(8, 4)
-    with pytest.raises(OutOfPages, match="host pool: 5 pages needed, 4 available"):
-        pool.take(5)
-    assert (pool.free, pool.host.free) == (8, 4)
-    three = pool.take(3, 1)
-    assert pool.host_pages_of(np.array([2, -1, 0])).tolist() == [2, -1, 0] and pool.scarce == "host"
-    for wrong in (lambda: pool.part(three), lambda: pool.give_back(three, 2), lambda: pool.move(three, 2, 3)):
-        with pytest.raises(LawViolation, match="law 6: full page 0 is cached, expected held"):
-            wrong()
-    assert pool.host_of[:3].tolist() == [0, 1, 2] and pool.counts == [5, 3, 0, 0, 0]
-    pool.give_back(three, 1)
-    with pytest.raises(LawViolation, match="law 6: full page 0 is free already"):
-        pool.give_back(three, 1)
-    assert (pool.free, pool.host.free, tiers.TieredPool(4, 4).scarce) == (8, 4, "full")
-
-
-def make(host: int = 16, full: int = 16, slots: int = 12) -> Ledger:
-    sizes = TierConfig(host, slots, device_pages=4, topk_pages=1, recent_tokens=4)
-    return Ledger(
-        LedgerConfig(page_size=4, full_pages=full, max_rows=4, context_tokens=48, largest_reserve_tokens=4, tiers=sizes)
-    )
-
-
-def back_up(ledger: Ledger, row: int) -> None:
-    backup = ledger.begin_backup([row])
-    if backup is not None:
-        ledger.end_backup(backup.op)
-
-
 def test_each_budget_names_itself() -> None:
     for sizes, pool in (({"slots": 4}, "slots"), ({"host": 8}, "host"), ({"full": 8}, "full")):
-        ledger = make(**sizes)
+        ledger = tiered(**sizes)
         got = prefill(ledger, tokens(20))
         before = ledger.report()
         with pytest.raises(OutOfPages) as short:
@@ -155,8 +125,8 @@ def test_each_budget_names_itself() -> None:
 
 def test_a_request_larger_than_the_host_tier_is_refused_by_name() -> None:
     with pytest.raises(NeverFits, match="host pool"):
-        make(host=6, full=16).can_ever_fit(20, 10, 4)
-    ledger = make(host=9, full=16)
+        tiered(host=6, full=16).can_ever_fit(20, 10, 4)
+    ledger = tiered(host=9, full=16)
     ledger.can_ever_fit(20, 10, 4)
     lost = ledger.preallocate(tokens(4), 4, host=True)
     ledger.quarantine(lost.row, lost.generation)
@@ -164,169 +134,8 @@ def test_a_request_larger_than_the_host_tier_is_refused_by_name() -> None:
         ledger.can_ever_fit(20, 10, 4)
 
 
-def test_available_counts_each_budget_by_itself() -> None:
-    ledger = make(host=12, full=16, slots=12)
-    got = prefill(ledger, tokens(9))
-    back_up(ledger, got.row)
-    ledger.release(got.row, tokens(9))
-    prefill(ledger, tokens(14, 50))
-    assert ledger.tree.evictable_full == 2
-    budgets = ("full", "logical", "host", "slots")
-    assert [ledger.available(name) for name in budgets] == [8, 12, 8, 8]
-    assert [ledger.free_pages(name) for name in ("full", "host", "slots")] == [10, 6, 8]
-    for name in ("swa", "nobody"):
-        with pytest.raises(ValueError, match=f"no pool '{name}'"):
-            ledger.available(name)
-
-
-def test_a_request_without_a_promise_is_let_in_though_others_took_what_is_promised() -> None:
-    ledger = make(host=12, full=16)
-    ledger.admit(tokens(4), budget_pages=8)
-    second = ledger.admit(tokens(28, 100))
-    ledger.extend(second.row, 28)
-    with pytest.raises(OutOfPages) as short:
-        ledger.admit(tokens(4, 200), budget_pages=1)
-    assert (short.value.pool, short.value.needed_pages, short.value.available_pages) == ("host", 1, 0)
-    with pytest.raises(OutOfPages, match="host"):
-        ledger.preallocate(tokens(4, 200), 4, host=True, budget_pages=1)
-    third, fourth = ledger.admit(tokens(4, 200)), ledger.preallocate(tokens(4, 300), 4, host=True)
-    assert ledger.tiers is not None and ledger.tiers.budget[[third.row, fourth.row]].tolist() == [0, 0]
-
-
-def test_a_promise_ends_with_its_request() -> None:
-    """Released while a step reads it; retracted and dropped: the whole tier may be promised again."""
-    ledger = make(host=12, full=16)
-    first = ledger.admit(tokens(4), budget_pages=8)
-    op = ledger.begin_op([first.row])
-    ledger.release(first.row)
-    second = ledger.admit(tokens(4), budget_pages=12)
-    ledger.end_op(op)
-    ledger.drop_ticket(ledger.retract(second.row))
-    assert ledger.admit(tokens(4), budget_pages=12)
-
-
-def test_a_ticket_keeps_what_is_left_of_its_promise() -> None:
-    ledger = make(host=12, full=16)
-    plain = prefill(ledger, tokens(9, 100))
-    ledger.retract(plain.row)  # nothing was promised: it holds 3 pages and wants none
-    got = ledger.admit(tokens(13), budget_pages=8)
-    ledger.extend(got.row, 13)
-    commit(ledger, got, 13)
-    back_up(ledger, got.row)
-    assert ledger.publish(got.row, tokens(13)) == 12
-    ticket = ledger.retract(got.row)  # 3 pages shared, 1 its own: 4 to come
-    assert len(ticket.host) == 1 and ledger.available("host") == 5
-    with pytest.raises(OutOfPages, match="host pool: 2 pages needed, 1 available"):
-        ledger.admit(tokens(4, 200), budget_pages=2)
-    assert ledger.admit(tokens(4, 200), budget_pages=1)
-
-
-def test_without_a_host_tier_there_is_nothing_to_retract() -> None:
-    ledger = Ledger(LedgerConfig(page_size=4, full_pages=8, context_tokens=16, largest_reserve_tokens=4))
-    tiered = make()
-    got, ticket = prefill(ledger, tokens(5)), tiered.retract(prefill(tiered, tokens(5)).row)
-    assert ledger.begin_backup([got.row]) is None
-    with pytest.raises(LawViolation, match="law 14: no such backup"):
-        ledger.end_backup(1)
-    for call in (lambda: ledger.retract(got.row), lambda: ledger.drop_ticket(ticket), lambda: ledger.unbacked(got.row)):
-        with pytest.raises(ValueError, match="no host tier"):
-            call()
-
-
-def test_a_backup_names_what_no_backup_has_named() -> None:
-    ledger = make()
-    got = prefill(ledger, tokens(9))
-    assert ledger.unbacked(got.row) == (0, 3)
-    backup = ledger.begin_backup([got.row])
-    assert backup is not None and ledger.begin_backup([got.row]) is None
-    ledger.end_backup(backup.op)
-    assert ledger.unbacked(got.row) == (2, 3) and ledger.begin_backup([got.row]) is None
-    ledger.extend(got.row, 14)
-    commit(ledger, got, 14)
-    again = ledger.begin_backup([got.row])
-    assert again is not None and again.columns.tolist() == [2]
-    assert ledger.report()["tiers"]["backups_waiting"] == 1
-
-
-def test_all_of_a_row_may_be_shared_when_it_is_retracted() -> None:
-    ledger = make()
-    got = prefill(ledger, tokens(8))
-    back_up(ledger, got.row)
-    assert ledger.publish(got.row, tokens(8)) == 8
-    ticket = ledger.retract(got.row)
-    assert len(ticket.host) == 0 and ledger.path_end(got.row) is None
-    for used, fill in ((ticket, 9), (ticket, 7)):
-        with pytest.raises(ValueError, match=f"fill_tokens {fill}: this ticket holds 8 tokens, open=True"):
-            ledger.preallocate(tokens(9), fill, host=True, ticket=used)
-    again = ledger.preallocate(tokens(9), 8, host=True, ticket=ticket)
-    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
-    with pytest.raises(ValueError, match="open=False"):
-        ledger.preallocate(tokens(9), 8, host=True, ticket=ticket)
-
-
-def test_books_that_are_wrong_are_not_retracted() -> None:
-    ledger = make()
-    got = prefill(ledger, tokens(9))
-    ledger._protected[got.row] = 16
-    with pytest.raises(LawViolation, match="law 2 row 0: retract: committed lies below protected .kept=3, protected=4"):
-        ledger.retract(got.row)
-
-
-def test_what_a_dense_pass_wrote_is_remembered() -> None:
-    """By transfer, over a retraction and in a shared prefix: all of it may be published, though longer than the
-    limit of dense queries."""
-    ledger = make(host=32, full=32)
-    got = ledger.preallocate(tokens(18), 18, host=True)
-    assert ledger.land(got.row, got.generation)
-    again = ledger.preallocate(tokens(18), 18, host=True, ticket=ledger.retract(got.row))
-    assert ledger.land(again.row, again.generation)
-    assert ledger.publish(again.row, tokens(18)) == 16
-    ledger.release(again.row)
-    shared = ledger.admit(tokens(19))
-    assert ledger.tiers is not None and ledger.tiers.prefilled[shared.row] == 16
-
-
-def test_a_full_host_tier_takes_its_tickets_back() -> None:
-    """A resumed request brings its host pages; it wants logical pages and, where layers slide, window pages."""
-    ledger = make(host=3, full=8)
-    got = prefill(ledger, tokens(9))
-    ticket = ledger.retract(got.row)
-    assert ledger.available("host") == 0
-    again = ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
-    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
-
-
-def test_a_resumed_request_evicts_as_many_cached_pages_as_it_lacks() -> None:
-    ledger = make(host=8, full=4)
-    ticket = ledger.retract(prefill(ledger, tokens(9)).row)
-    other = prefill(ledger, tokens(8, 50))
-    back_up(ledger, other.row)
-    ledger.release(other.row, tokens(8, 50))
-    assert (ledger.full_pool.free, ledger.tree.evictable_full, ledger.available("logical")) == (2, 2, 4)
-    ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
-    assert (ledger.full_pool.free, ledger.tree.evictable_full) == (0, 1)
-    assert not balance.check(ledger)
-
-
-def test_a_ticket_waits_for_window_pages() -> None:
-    sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
-    ledger = Ledger(
-        LedgerConfig(page_size=4, full_pages=20, swa_pages=6, window_tokens=8, max_rows=3, context_tokens=48,
-                     largest_reserve_tokens=4, tiers=sizes)
-    )  # fmt: skip
-    ticket = ledger.retract(prefill(ledger, tokens(9)).row)
-    other = prefill(ledger, tokens(20, 50))
-    before = ledger.report()
-    with pytest.raises(OutOfPages, match="swa pool: 3 pages needed, 1 available"):
-        ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
-    assert ledger.report() == before and ticket.open
-    ledger.release(other.row)
-    again = ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
-    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
-
-
 def test_unbacked_pages_are_not_published() -> None:
-    ledger = make()
+    ledger = tiered()
     got = prefill(ledger, tokens(11), publish=True)
     assert ledger.protected[got.row] == 0
     back_up(ledger, got.row)
@@ -334,7 +143,7 @@ def test_unbacked_pages_are_not_published() -> None:
 
 
 def test_what_a_sparse_step_wrote_is_not_published() -> None:
-    ledger = make()
+    ledger = tiered()
     assert ledger.tiers is not None and ledger.tiers.dense_limit == 12
     for prompt, expected in ((4, 12), (18, 16)):  # decoded up to the limit; prefilled behind it
         got = prefill(ledger, tokens(prompt, 50 * prompt))
@@ -349,7 +158,7 @@ def test_what_a_sparse_step_wrote_is_not_published() -> None:
 
 def test_a_promise_holds_against_the_cache_and_tickets() -> None:
     """A promised request grows to its end although others fill the tier: nobody else was let in for its pages."""
-    ledger = make(host=12, full=16)
+    ledger = tiered(host=12, full=16)
     first = ledger.admit(tokens(4), budget_pages=8)
     with pytest.raises(OutOfPages, match="host"):
         ledger.admit(tokens(4, 100), budget_pages=5)
@@ -362,43 +171,6 @@ def test_a_promise_holds_against_the_cache_and_tickets() -> None:
     ledger.extend(first.row, 32)
     ledger.drop_ticket(ticket)
     assert ledger.admit(tokens(4, 200), budget_pages=4)
-
-
-def test_a_row_in_flight_is_not_retracted() -> None:
-    ledger = make()
-    got = prefill(ledger, tokens(9))
-    op = ledger.begin_op([got.row])
-    with pytest.raises(LawViolation, match="law 14"):
-        ledger.retract(got.row)
-    ledger.end_op(op)
-    ticket = ledger.retract(got.row)
-    with pytest.raises(LawViolation, match="law 6: a ticket is used twice"):
-        ledger.drop_ticket(ticket)
-        ledger.drop_ticket(ticket)
-
-
-def test_a_ticket_keeps_shared_window_pages_locked() -> None:
-    sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
-    ledger = Ledger(
-        LedgerConfig(page_size=4, full_pages=20, swa_pages=16, window_tokens=8, max_rows=3, context_tokens=48,
-                     largest_reserve_tokens=4, tiers=sizes)
-    )  # fmt: skip
-    got = prefill(ledger, tokens(22))
-    back_up(ledger, got.row)
-    assert ledger.publish(got.row, tokens(22)) == 20
-    ledger.evict([got.row])
-    ticket = ledger.retract(got.row)
-    assert not balance.check(ledger) and len(ticket.swa_shared) == 2
-    assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (0, 3)
-    with pytest.raises(LawViolation, match=f"law 2 row {got.row}: plan_decode of a row that is free"):
-        ledger.plan_decode([got.row], 1)
-    again = ledger.preallocate(tokens(23), 22, host=True, ticket=ticket)
-    assert (again.row, again.generation) == (got.row, got.generation + 1)
-    assert (again.cached_tokens, again.tail_start_tokens) == (20, 12)
-    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
-    ledger.drop_ticket(ledger.retract(again.row))
-    assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (5, 5)
-    assert not balance.check(ledger, at_rest=True)
 
 
 def test_the_floor_check_holds_on_the_host_path() -> None:
@@ -418,7 +190,7 @@ def test_the_floor_check_holds_on_the_host_path() -> None:
 
 def test_kv_lands_in_the_host_tier_exactly_if_there_is_one() -> None:
     with pytest.raises(ValueError, match="host=False"):
-        make().preallocate(tokens(5), 5)
+        tiered().preallocate(tokens(5), 5)
     plain = Ledger(LedgerConfig(page_size=4, full_pages=8, context_tokens=16, largest_reserve_tokens=4))
     with pytest.raises(ValueError, match="host=True"):
         plain.preallocate(tokens(5), 5, host=True)
@@ -428,7 +200,7 @@ def test_kv_lands_in_the_host_tier_exactly_if_there_is_one() -> None:
 
 
 def busy() -> Ledger:
-    ledger = make(host=20, full=20, slots=16)
+    ledger = tiered(host=20, full=20, slots=16)
     first = prefill(ledger, tokens(10))
     back_up(ledger, first.row)
     ledger.publish(first.row, tokens(10))
@@ -531,7 +303,7 @@ def test_a_planted_violation_is_seen(name: str) -> None:
 @pytest.mark.parametrize("fault", ["bound", "host", "slot", "state"])
 def test_eight_of_a_kind_are_named(fault: str) -> None:
     """What is wrong everywhere fills no log."""
-    ledger = make(host=40, full=40, slots=16)
+    ledger = tiered(host=40, full=40, slots=16)
     pool, slots = ledger.tiers.pool, ledger.tiers.slots
     if fault == "bound":
         pool.host_of[pool.free_list()[:9]] = pool.host.free_list()[:9]
@@ -554,51 +326,8 @@ def test_tickets_are_not_at_rest() -> None:
 
 
 def test_a_row_that_lost_all_but_slot_0_is_named() -> None:
-    ledger = make()
+    ledger = tiered()
     prefill(ledger, tokens(5))
     assert ledger.tiers is not None and ledger.tiers.row_slots[0, 0] == 0
     ledger.tiers.row_slots[0, 1:] = -1
     assert any("some of its slots" in str(violation) for violation in balance.check(ledger))
-
-
-def test_device_copies_hear_of_every_change() -> None:
-    """A row starts anew when it opens and when it closes; a backup moves its frontier only."""
-    ledger = make()
-    books = ledger.tiers
-    assert books is not None
-
-    def news() -> tuple[list[int], list[int]]:
-        renewed, dirty = books.take_row_updates()
-        return renewed.tolist(), dirty.tolist()
-
-    got = prefill(ledger, tokens(9))
-    assert news() == ([got.row], [got.row])
-    assert news() == ([], [])
-    back_up(ledger, got.row)
-    assert news() == ([], [got.row])
-    ledger.release(got.row)
-    assert news() == ([got.row], [got.row])
-    landing = ledger.preallocate(tokens(9), 9, host=True)
-    assert news() == ([], [landing.row])
-    ledger.land(landing.row, landing.generation)
-    assert news() == ([landing.row], [landing.row])
-    assert books.backed[landing.row] == 2
-
-
-def test_the_report_counts_what_waits() -> None:
-    ledger = make()
-    first, second = prefill(ledger, tokens(9)), prefill(ledger, tokens(5, 50))
-    backup = ledger.begin_backup([first.row, second.row])
-    assert backup is not None and backup.columns.tolist() == [0, 1, 0]
-    shown = ledger.report()["tiers"]
-    assert (shown["backups_waiting"], shown["backed_up_pages"], shown["tickets"]) == (3, 0, 0)
-    ledger.end_backup(backup.op)
-    ledger.drop_ticket(ledger.retract(first.row))
-    ledger.retract(second.row)
-    shown = ledger.report()["tiers"]
-    assert (shown["backups_waiting"], shown["backed_up_pages"], shown["tickets"], shown["ticket_pages"]) == (0, 3, 1, 2)
-    assert (shown["retracted"], shown["resumed"], shown["dropped_tickets"]) == (2, 0, 1)
-    sizes = [shown[name] for name in ("device_pages", "topk_pages", "recent_tokens", "dense_limit_tokens")]
-    assert sizes == [4, 1, 4, 12]
-    with pytest.raises(LawViolation, match="law 14: no such backup"):
-        ledger.end_backup(backup.op)
