@@ -84,15 +84,15 @@ def leased(server: Server) -> int:
 def read_in_the_middle(servers: Trio, way: Road, calls: Calls, *, decode: Server | None = None) -> dict[str, Any]:
     """Four rooms: one decodes, one is in the middle of its read, one is in line behind that, one is not computed."""
     decode = decode or servers.decode
-    started = {"after": calls.ask(SHORT, RUNNING_TOKENS, decode=decode)}
-    until(lambda: decode.metric("num_requests_running") == 1)
     assert way.data is not None
     way.data.stop_after(CUT_BYTES)
-    started["during"] = calls.ask(LONG[0], decode=decode)
+    started = {"during": calls.ask(LONG[0], decode=decode)}
     until(lambda: way.data is not None and way.data.stands)
     started["behind"] = calls.ask(LONG[1], decode=decode)
     until(lambda: rooms(servers.prefill).get("offered") == 2)
     started["before"] = calls.ask(LONG[2], decode=decode, only="decode")
+    until(lambda: rooms(decode) == {"transferring": 3})
+    started["after"] = Calls(servers, None).ask(SHORT, RUNNING_TOKENS, decode=decode)  # not over the road: it passes
     until(lambda: rooms(decode) == {"running": 1, "transferring": 3})
     assert way.data.stands and CUT_BYTES < 1500 * TOKEN_BYTES, "the read is cut, not complete"
     return started
@@ -181,7 +181,8 @@ def test_decode_killed_inside_a_read(tmp_path: Path, alone: dict[str, str]) -> N
 
 
 def test_decode_stopped_inside_a_read_for_forty_seconds(tmp_path: Path, alone: dict[str, str]) -> None:
-    with trio(tmp_path, decodes=2, decode={"env": SLOW}, **OPTIONS) as servers, road(servers.bootstrap_port) as way:
+    with trio(tmp_path, decodes=2, decode={"env": SLOW}, room_timeout_s=180.0, **OPTIONS) as servers, \
+            road(servers.bootstrap_port) as way:
         calls = Calls(servers, way)
         warm(calls, alone)
         started = read_in_the_middle(servers, way, calls)
