@@ -72,6 +72,7 @@ def our_eagle_logits(weights: DraftWeights, base: int, steps: int = 3) -> list[t
 
     drafter.network.head.argmax = fed  # type: ignore[method-assign]
     drafter.propose(ref.propose_batch(view, [0], [prefix], steps))
+    assert len(seen) == steps
     return seen
 
 
