@@ -186,6 +186,7 @@ def test_a_ticket_keeps_shared_window_pages_locked() -> None:
     ticket = ledger.retract(got.row)
     assert not balance.check(ledger) and len(ticket.swa_shared) == 2
     assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (0, 3)
+    assert (ledger.available("slots"), ledger.available("swa")) == (8, 14)
     with pytest.raises(LawViolation, match=f"law 2 row {got.row}: plan_decode of a row that is free"):
         ledger.plan_decode([got.row], 1)
     again = ledger.preallocate(tokens(23), 22, host=True, ticket=ticket)

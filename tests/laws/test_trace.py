@@ -278,8 +278,10 @@ def test_a_trace_is_lines_of_json(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_trace_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with TraceWriter("/dev/full") as writer:
+        file = writer._file
         for row in range(5000):
             writer.record("release", row=row)
+    assert file is not None and file.closed
     assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
     with TraceWriter("/dev/full") as short:
         short.record("release", row=1)  # fits the buffer: closing finds out
