@@ -343,7 +343,8 @@ def _sizes(kv_bytes: int, **changed: int) -> PoolSizes:
 
 def test_pool_sizes_without_a_window() -> None:
     assert _sizes(1_000_999, swa_page_bytes=0, window_tokens=0) == (1000, 0)
-    with pytest.raises(ConfigError, match="kv_bytes"):
+    assert _sizes(1000, swa_page_bytes=0, window_tokens=0) == (1, 0)
+    with pytest.raises(ConfigError, match="kv_bytes.* 0 full and 0 sliding-window pages; at least 1 and 0 needed"):
         _sizes(999, swa_page_bytes=0, window_tokens=0)
 
 
@@ -374,9 +375,16 @@ def test_pool_sizes_never_spend_more_than_there_is() -> None:
 def test_pool_sizes_of_an_all_sliding_model() -> None:
     width = row_width_pages(4096, 12, 16)
     assert _sizes(5_000_000, full_page_bytes=0) == (8 * width + 1000, 1000)
-    with pytest.raises(ConfigError):
-        _sizes(5_000 * 49, full_page_bytes=0)
+    for kv_bytes, pages in ((5_000 * 49, 49), (-1, 0)):
+        with pytest.raises(ConfigError, match=f"full and {pages} sliding-window pages; at least 1 and 50 needed"):
+            _sizes(kv_bytes, full_page_bytes=0)
     with pytest.raises(ConfigError, match="full_page_bytes"):
         _sizes(5_000_000, full_page_bytes=0, swa_page_bytes=0)
     with pytest.raises(ConfigError, match="full_page_bytes"):
         _sizes(5_000_000, full_page_bytes=-1)
+    with pytest.raises(ConfigError, match="full_page_bytes"):
+        _sizes(5_000_000, swa_page_bytes=-1)
+
+
+def test_a_prefix_behind_the_fill_leaves_no_tail() -> None:
+    assert [swa_tail_pages(10, 8, 4, prefix) for prefix in (0, 8, 10, 20)] == [3, 1, 0, 0]
