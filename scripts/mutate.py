@@ -110,7 +110,9 @@ def run(
                 if outcome == "survived":
                     print(f"survived: {mutant.file}:{mutant.line} {mutant.key}", flush=True)
                 if results:
-                    results.write_text(json.dumps(outcomes, indent=0))
+                    part = results.with_suffix(".part")
+                    part.write_text(json.dumps(outcomes, indent=0))
+                    part.replace(results)
                 if number % 50 == 0:
                     print(f"{number} of {len(todo)}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
                 if time.monotonic() - start > limit_s:

@@ -265,6 +265,9 @@ def test_a_tiered_pool_does_both_or_neither() -> None:
         with pytest.raises(LawViolation, match="law 6: full page 0 is cached, expected held"):
             wrong()
     assert pool.host_of[:3].tolist() == [0, 1, 2] and pool.counts == [5, 3, 0, 0, 0]
+    both = tiers.TieredPool(2, 2)
+    both.take(2)
+    assert both.host_pages_of(np.array([1, -1])).tolist() == [1, -1]
     pool.give_back(three, 1)
     with pytest.raises(LawViolation, match="law 6: full page 0 is free already"):
         pool.give_back(three, 1)

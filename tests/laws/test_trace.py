@@ -288,6 +288,11 @@ def test_a_full_disk_ends_the_trace_with_one_line(caplog: pytest.LogCaptureFixtu
     assert len(caplog.records) == 2
 
 
+def test_what_is_no_data_is_not_recorded(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace") as writer, pytest.raises(TypeError, match="Ledger in a trace"):
+        writer.record("release", row=sliding())
+
+
 def test_a_trace_that_cannot_be_opened_is_an_option_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="record_trace"):
         TraceWriter(tmp_path / "no folder" / "trace")
