@@ -208,6 +208,7 @@ def test_report() -> None:
 
 
 def test_report_of_large_pools_has_no_map_unless_asked() -> None:
+    assert [("map" in make(full_pages=n).report()["pools"]["full"]) for n in (65_536, 65_537)] == [True, False]
     ledger = make(full_pages=70_000)
     assert "map" not in ledger.report()["pools"]["full"]
     assert len(ledger.report(page_map=True)["pools"]["full"]["map"]) == 70_000
