@@ -215,3 +215,22 @@ def test_a_reader_keeps_evicted_pages(kind: str) -> None:
     ledger.end_op(later)
     ledger.release(got.row)
     ok(ledger, at_rest=True)
+
+
+@pytest.mark.parametrize("kind", ["transfer", "backup", "load"])
+def test_a_reader_keeps_evicted_pages_of_a_row_that_shares_nothing(kind: str) -> None:
+    """Nothing published, the floor raised before and again: the pages in between wait for the reader."""
+    ledger = sliding(window_tokens=8, full_pages=40)
+    got = prefill(ledger, tokens(20))
+    assert ledger.evict([got.row]) == 3  # nobody reads
+    op, free = ledger.begin_op([got.row], kind), ledger.swa_pool.free
+    ledger.extend(got.row, 32)
+    commit(ledger, got, 32)
+    assert ledger.evict([got.row]) == 3 and ledger.evicted[got.row] == 24
+    assert ledger.swa_pool.free == free - 3, "three pages for the chunk, none back"
+    ok(ledger)
+    ledger.end_op(op)
+    assert ledger.swa_pool.free == free and ledger.tree.evictable_swa == 0
+    ok(ledger)
+    ledger.release(got.row)
+    ok(ledger, at_rest=True)

@@ -226,3 +226,17 @@ def test_aside_pages_are_owned() -> None:
     (entry,) = ledger.inflight.aside
     assert len(entry.swa) == 0 and len(entry.swa_unlock) == 3 and entry.waits_for == {1}
     assert np.array_equal(ledger.tree.swa_locks[entry.swa_unlock] >= 1, [True] * 3)
+
+
+@pytest.mark.parametrize(("page_size", "committed", "oldest"), [(4, 19, 12), (1, 8, 1), (1, 7, 0)])
+def test_a_floor_may_reach_the_oldest_key_that_is_read_and_no_page_more(
+    page_size: int, committed: int, oldest: int
+) -> None:
+    """Window 8: a query at n reads from max(0, n − 7) on."""
+    ledger = sliding(window_tokens=8, page_size=page_size, swa_pages=40, full_pages=60)
+    row = prefill(ledger, tokens(committed)).row
+    if oldest:
+        ledger._raise_floor(row, oldest, ledger.swa_pool, ledger._swa)
+    ok(ledger)
+    ledger._raise_floor(row, oldest + page_size, ledger.swa_pool, ledger._swa)
+    assert [violation.law for violation in balance.check(ledger)] == [13]

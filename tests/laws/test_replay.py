@@ -98,3 +98,9 @@ def test_pools_keep_their_size_in_tokens(tmp_path: Path) -> None:
     assert replay(tmp_path / "trace", page_size=1)["swa_pages"] == 20 * 4 + 2
     with pytest.raises(ConfigError, match="page_size"):
         replay(tmp_path / "trace", page_size=-4)
+
+
+def test_a_last_step_may_end_behind_the_context(tmp_path: Path) -> None:
+    """A context of 14 tokens: the page that holds its end holds 16, and a step that accepts four fills it."""
+    got = replayed(tmp_path, *admit(0, 12), plan(0), commit_of({0: 16}), context_tokens=14)
+    assert (got["preemptions"], got["waiting_at_end"], got["peak_pages"]) == (0, 0, {"full": 4})

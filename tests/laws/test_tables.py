@@ -165,7 +165,7 @@ def test_eagle_tree_is_much_smaller() -> None:
 def test_eagle_tree_size_is_checked() -> None:
     # K + (S-1)·K² candidates: 8 + 4·64 = 264
     assert DecodeReserve.eagle(steps=5, topk=8, draft_tokens=265, overlap=False).footprint == 265
-    with pytest.raises(ReserveError, match="266"):
+    with pytest.raises(ReserveError, match="266.*at most 265 with steps=5 and topk=8"):
         DecodeReserve.eagle(steps=5, topk=8, draft_tokens=266, overlap=False)
     assert DecodeReserve.eagle(steps=3, topk=1, draft_tokens=4, overlap=False).footprint == 4
     with pytest.raises(ValueError, match="5"):
@@ -388,3 +388,8 @@ def test_pool_sizes_of_an_all_sliding_model() -> None:
 
 def test_a_prefix_behind_the_fill_leaves_no_tail() -> None:
     assert [swa_tail_pages(10, 8, 4, prefix) for prefix in (0, 8, 10, 20)] == [3, 1, 0, 0]
+
+
+def test_no_tail_of_nothing_and_no_prefix_unless_given() -> None:
+    assert swa_tail(0, 8, 4) == (0, 0) and swa_tail_pages(0, 8, 4) == 0
+    assert [swa_tail_pages(fill, 8, 1) for fill in (1, 8, 9)] == [1, 8, 8]

@@ -272,3 +272,78 @@ def test_a_tiered_pool_does_both_or_neither() -> None:
     with pytest.raises(LawViolation, match="law 6: full page 0 is free already"):
         pool.give_back(three, 1)
     assert (pool.free, pool.host.free, tiers.TieredPool(4, 4).scarce) == (8, 4, "full")
+
+
+def windowed(full: int, swa: int) -> Ledger:
+    sizes = TierConfig(host_pages=30, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
+    return Ledger(
+        LedgerConfig(page_size=4, full_pages=full, swa_pages=swa, window_tokens=8, max_rows=3, context_tokens=48,
+                     largest_reserve_tokens=4, tiers=sizes)
+    )  # fmt: skip
+
+
+def test_a_ticket_takes_exactly_what_it_lacks() -> None:
+    """Of 7 pages two are in the tree: five full ones and, for the tail from token 20, two sliding ones will do."""
+    ledger = windowed(full=7, swa=7)
+    got = prefill(ledger, tokens(28))
+    back_up(ledger, got.row)
+    assert ledger.publish(got.row, tokens(8)) == 8
+    ticket = ledger.retract(got.row)
+    assert (ledger.available("logical"), ledger.free_pages("swa")) == (5, 5)
+    again = ledger.preallocate(tokens(28), 28, host=True, ticket=ticket)
+    assert (ledger.available("logical"), ledger.free_pages("swa")) == (0, 3)
+    assert ledger.land(again.row, again.generation) and not balance.check(ledger)
+
+
+def test_slots_of_a_ticket_are_taken_before_it_lands_and_its_landing_is_heard_of() -> None:
+    ledger = tiered()
+    ticket = ledger.retract(prefill(ledger, tokens(9)).row)
+    assert ledger.tiers is not None and ledger.available("slots") == 12
+    again = ledger.preallocate(tokens(9), 9, host=True, ticket=ticket)
+    assert ledger.available("slots") == 8
+    ledger.tiers.take_row_updates()
+    assert ledger.land(again.row, again.generation) and ledger.available("slots") == 8
+    renewed, dirty = ledger.tiers.take_row_updates()
+    assert (renewed.tolist(), dirty.tolist()) == ([], [again.row])
+    assert ledger.tiers.backed[again.row] == 2
+
+
+def test_backups_are_counted_page_by_page_and_a_refused_one_is_named_again() -> None:
+    ledger = tiered()
+    got = prefill(ledger, tokens(9))
+    back_up(ledger, got.row)
+    ledger.extend(got.row, 20)
+    commit(ledger, got, 20)
+    refused = ledger.begin_backup([got.row])
+    assert refused is not None and refused.columns.tolist() == [2, 3, 4]
+    ledger.end_backup(refused.op, written=False)
+    assert ledger.unbacked(got.row) == (2, 5) and ledger.report()["tiers"]["backed_up_pages"] == 2
+    again = ledger.begin_backup([got.row])
+    assert again is not None and again.columns.tolist() == [2, 3, 4]
+    ledger.end_backup(again.op)
+    assert ledger.unbacked(got.row) == (5, 5) and ledger.report()["tiers"]["backed_up_pages"] == 5
+    assert not balance.check(ledger)
+
+
+def test_only_active_rows_are_retracted() -> None:
+    ledger = tiered()
+    coming = ledger.preallocate(tokens(9), 9, host=True)
+    for row, state in ((coming.row, "in transfer"), (3, "free")):
+        with pytest.raises(LawViolation, match=f"law 2 row {row}: retract of a row that is {state}"):
+            ledger.retract(row)
+    assert not balance.check(ledger)
+
+
+def test_who_holds_more_than_was_promised_gives_nobody_room() -> None:
+    ledger = tiered(host=12, full=16)
+    prefill(ledger, tokens(9))  # three pages, none promised
+    with pytest.raises(OutOfPages, match="host pool: 10 pages needed, 9 available"):
+        ledger.admit(tokens(4, 100), budget_pages=10)
+    assert ledger.admit(tokens(4, 100), budget_pages=9).row == 1
+
+
+def test_slots_are_no_cache() -> None:
+    ledger = tiered()
+    prefill(ledger, tokens(9))
+    pools = ledger.report()["pools"]
+    assert {name: pool["evictable"] for name, pool in pools.items()} == {"full": 0, "host": 0, "slots": 0}

@@ -281,11 +281,20 @@ def test_a_full_disk_ends_the_trace_with_one_line(caplog: pytest.LogCaptureFixtu
         file = writer._file
         for row in range(5000):
             writer.record("release", row=row)
-    assert file is not None and file.closed
+        assert file is not None and file.closed and len(caplog.records) == 1, "at once, not when the work is done"
     assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
     with TraceWriter("/dev/full") as short:
         short.record("release", row=1)  # fits the buffer: closing finds out
     assert len(caplog.records) == 2
+
+
+def test_nothing_is_recorded_behind_the_end(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "trace")
+    writer.record("release", row=1)
+    writer.close()
+    writer.record("release", row=2)
+    writer.close()
+    assert (tmp_path / "trace").read_text() == '{"call":"release","row":1}\n'
 
 
 def test_what_is_no_data_is_not_recorded(tmp_path: Path) -> None:

@@ -124,6 +124,16 @@ def test_preallocation_is_all_or_nothing_and_unlocks(pool: str) -> None:
     ok(ledger, at_rest=True)
 
 
+def test_preallocation_takes_exactly_what_it_lacks() -> None:
+    """Of 8 pages two are in the tree: six full ones and, for the tail from token 24, two sliding ones will do."""
+    ledger = sliding(window_tokens=8, full_pages=8, swa_pages=6)
+    ledger.release(prefill(ledger, tokens(9), publish=True).row)
+    got = ledger.preallocate(tokens(33), 32)
+    assert (got.cached_tokens, got.tail_start_tokens) == (8, 24)
+    assert (ledger.free_pages("full"), ledger.free_pages("swa")) == (0, 2)
+    ok(ledger)
+
+
 def test_preallocation_needs_a_row() -> None:
     ledger = make(max_rows=1)
     ledger.admit([1])

@@ -88,3 +88,28 @@ def test_publishing_less_than_a_node_holds_splits_it() -> None:
     assert ledger.publish(short.row, tokens(10)) == 8
     assert sorted(node.num_pages for node in ledger.tree.nodes()) == [2, 2] and ledger.tree.splits == 1
     ok(ledger)
+
+
+def test_a_node_cut_between_locked_and_loose_window_pages_gives_up_the_loose_ones() -> None:
+    """Row A keeps the window of its end; row B shares four pages of five and locks two: two are nobody's."""
+    ledger = sliding(window_tokens=8, swa_pages=20, full_pages=40)
+    a = prefill(ledger, tokens(20), publish=True)
+    ledger.evict([a.row])
+    b = ledger.admit([*tokens(16), *tokens(5, 50)])
+    assert b.cached_tokens == 16 and ledger.tree.evictable_swa == 2
+    ok(ledger)
+    assert ledger.tree.evict_swa(9) == 2 and ledger.tree.evictable_swa == 0
+    ok(ledger)
+
+
+def test_the_queue_of_window_pages_does_not_grow_with_history() -> None:
+    ledger = sliding(window_tokens=8, swa_pages=20, full_pages=40)
+    for start in (0, 20, 40):
+        ledger.release(prefill(ledger, tokens(9, start), publish=True).row)
+    for _ in range(2000):
+        ledger.release(ledger.admit(tokens(9, 20)).row)
+    assert len(ledger.tree.swa_heap) > 2 * ledger.tree.num_nodes + 1024
+    ledger.tree.evict_swa(0)
+    assert len(ledger.tree.swa_heap) <= 2 * ledger.tree.num_nodes + 1024
+    assert ledger.tree.evict_swa(1) == 1
+    ok(ledger)
