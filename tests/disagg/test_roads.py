@@ -104,9 +104,11 @@ def test_abort_in_each_state_from_either_side(
 ) -> None:
     free = hold_in(state, slow, way, alone)
     prompt = LONG[0] if state == "transferring" else OTHER
-    body = body_of(way, next(_ROOMS), f"{prompt} {state} {side} {how}", 200)
+    body = body_of(way, next(_ROOMS), f"{how} {side} {state} {prompt}", 200)  # nothing of it is cached
     clients = {"prefill": Leaver(slow.prefill, body), "decode": Leaver(slow.decode, body)}
     until(lambda: rooms(slow.decode).get(state, 0) >= 1)
+    if state == "transferring":  # a chunk is announced, its read has begun and stands
+        until(lambda: way.data is not None and way.data.stands)
     if how == "abort_request":  # while `preallocating` those it waits for end with it
         (slow.prefill if side == "prefill" else slow.decode).post("/abort_request", {"abort_all": True})
     else:
@@ -170,7 +172,7 @@ def test_a_read_that_outlives_its_request(slow: Trio, way: Road, alone: dict[str
     warm(calls, alone, OTHER)
     assert way.data is not None
     way.data.stop_after(1_000_000)
-    started = calls.ask(LONG[0] + "x")
+    started = calls.ask("x" + LONG[0])  # a start of its own: nothing of it is cached, all of it is read
     until(lambda: way.data is not None and way.data.stands)
     slow.decode.post("/abort_request", {"abort_all": True})
     assert started["decode"].result()[0].json()["choices"][0]["finish_reason"] == "abort"
@@ -215,7 +217,7 @@ def test_rooms_that_are_taken_unknown_or_over(slow: Trio, way: Road, alone: dict
     assert way.data is not None
     way.data.stop_after(100_000)
     room = next(_ROOMS)
-    first = [calls.pool.submit(server.post, "/v1/completions", body_of(way, room, LONG[0] + "y"))
+    first = [calls.pool.submit(server.post, "/v1/completions", body_of(way, room, "y" + LONG[0]))
              for server in (slow.prefill, slow.decode)]
     until(lambda: way.data is not None and way.data.stands)
     for server in (slow.prefill, slow.decode):
@@ -254,8 +256,9 @@ def test_the_handshake_names_what_differs(
 
 
 def test_the_router_tries_again_with_a_new_room(tmp_path: Path) -> None:
-    """With retries on: a decode server is killed, the router's second try is another room on the other server."""
-    with trio(tmp_path, decodes=2) as servers:
+    """With retries on: a decode server is killed, the router's second try is another room on the other server. It
+    tries again when both halves have answered, so the prefill server's wait for the dead half is part of it."""
+    with trio(tmp_path, decodes=2, room_timeout_s=5.0) as servers:
         wanted = text_of(servers.both("/v1/completions", {**GREEDY, "prompt": OTHER, "max_tokens": 8})[1])
         with routing(tmp_path, servers.prefill, servers.bootstrap_port, servers.decodes, retries=True) as url:
             kill_tree(servers.decode)
