@@ -317,7 +317,7 @@ class Bench:
         """Do `work` in a forked child. Whether it came to its end, with every test passed."""
         if not names:
             return True
-        self._note(0)
+        self._at = mmap.mmap(-1, 8)  # this child's alone: other workers' children note where they are, too
         with tempfile.TemporaryDirectory(prefix="mutant") as folder:
             child = os.fork()
             if child == 0:
