@@ -188,7 +188,8 @@ void Program::chunk(int s, int index, int thread) {
   PerThread& t = threads_[(size_t)thread];
   const int total = totals_[(size_t)s];
   if (in.op == OCTAVO_LINEAR && live_ == &stages_) {
-    linear(in, index, total);
+    const int64_t blocks = ((const Weight*)in.w)->blocks;
+    linear(in, 0, run_->tokens, (int)(blocks * index / total), (int)(blocks * (index + 1) / total));
   } else if (in.op == OCTAVO_ARGMAX) {
     argmax(in, index, total, t);
     const size_t n = (size_t)run_->tokens;
@@ -221,7 +222,8 @@ void Program::chunk(int s, int index, int thread) {
     const int64_t end = total == kSerial ? run_->tokens : std::min(run_->tokens, begin + row_chunk_);
     for (int i = stage.begin; i < stage.end;) {
       if (code_[(size_t)i].op == OCTAVO_LINEAR) {
-        linear_rows(code_[(size_t)i++], begin, end);
+        const octavo_instr& product = code_[(size_t)i++];
+        linear(product, begin, end, 0, ((const Weight*)product.w)->blocks);
         continue;
       }
       int last = i;
@@ -351,7 +353,8 @@ LinearArgs Program::linear_args(const octavo_instr& in, int64_t row_begin, int64
   return a;
 }
 
-void Program::linear_rows(const octavo_instr& in, int64_t row_begin, int64_t row_end) {
+// Outputs [block_begin, block_end) x 16 of rows [row_begin, row_end).
+void Program::linear(const octavo_instr& in, int64_t row_begin, int64_t row_end, int block_begin, int block_end) {
   LinearArgs a = linear_args(in, row_begin, row_end);
   a.out = at(in.dst, in.dst_offset, row_begin);
   a.ldo = buffers_[(size_t)in.dst].stride;
@@ -359,18 +362,7 @@ void Program::linear_rows(const octavo_instr& in, int64_t row_begin, int64_t row
     a.residual = at(in.src2, in.src2_offset, row_begin);
     a.ldr = buffers_[(size_t)in.src2].stride;
   }
-  k_->linear(a, 0, a.w->blocks);
-}
-
-void Program::linear(const octavo_instr& in, int index, int chunks) {
-  LinearArgs a = linear_args(in, 0, run_->tokens);
-  a.out = at(in.dst, in.dst_offset, 0);
-  a.ldo = buffers_[(size_t)in.dst].stride;
-  if (in.src2 >= 0) {
-    a.residual = at(in.src2, in.src2_offset, 0);
-    a.ldr = buffers_[(size_t)in.src2].stride;
-  }
-  k_->linear(a, (int)((int64_t)a.w->blocks * index / chunks), (int)((int64_t)a.w->blocks * (index + 1) / chunks));
+  k_->linear(a, block_begin, block_end);
 }
 
 // Logits of one chunk of outputs stay in the thread's own memory.

@@ -56,8 +56,7 @@ class Program : public Job {
   uint8_t* keys_of(int pool, int layer, int kv_heads, int head_dim, int64_t sequence, int64_t slot) const;
   void rope_write(const octavo_instr& in, int64_t row, PerThread& t);
   LinearArgs linear_args(const octavo_instr& in, int64_t row_begin, int64_t row_end) const;
-  void linear(const octavo_instr& in, int index, int chunks);
-  void linear_rows(const octavo_instr& in, int64_t row_begin, int64_t row_end);
+  void linear(const octavo_instr& in, int64_t row_begin, int64_t row_end, int block_begin, int block_end);
   void argmax(const octavo_instr& in, int index, int chunks, PerThread& t);
   void finish_argmax();
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.ops.meta import StepMeta
 from octavo.spec.drafter import Draft
 
 
@@ -46,6 +47,23 @@ class Batch:
     columns: torch.Tensor
     ones: torch.Tensor
     q_indptr: tuple[int, ...]
+
+    def meta(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor, max_kv_tokens: int
+    ) -> StepMeta:
+        """The target's forward of tokens [b·width] at `positions`, behind `start` [b] committed ones of each row."""
+        return StepMeta(
+            token_ids=token_ids,
+            positions=positions,
+            write_slots=positions,
+            q_seq=self.q_seq,
+            rows=self.rows,
+            kv_start=start,
+            mask=None,
+            q_indptr=self.q_indptr,
+            max_kv_tokens=max_kv_tokens,
+            num_decodes=len(self.q_indptr) - 1,
+        )
 
 
 def uniform(draft: Draft) -> bool:

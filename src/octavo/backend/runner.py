@@ -178,18 +178,7 @@ class Runner:
         batch = self._batch_of(host_rows)
         rows = batch.rows
         start = self.relay.seq_lens.index_select(0, rows)
-        meta = StepMeta(
-            token_ids=self.relay.last_tokens.index_select(0, rows),
-            positions=start,
-            write_slots=start,
-            q_seq=batch.q_seq,
-            rows=rows,
-            kv_start=start,
-            mask=None,
-            q_indptr=batch.q_indptr,
-            max_kv_tokens=plan.max_kv_tokens,
-            num_decodes=len(host_rows),
-        )
+        meta = batch.meta(self.relay.last_tokens.index_select(0, rows), start, start, plan.max_kv_tokens)
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         none = (0,) * len(host_rows)
         masks = to_device(draft_masks(plan.decodes, none, None, self.network.config.vocab_size), self.device)
@@ -236,18 +225,7 @@ class Runner:
         root = self.relay.last_tokens.index_select(0, rows)[:, None]
         columns = draft.tokens[:, :drafted]
         slots = (start[:, None] + batch.columns).reshape(-1)
-        meta = StepMeta(
-            token_ids=torch.cat([root, columns], dim=1).reshape(-1),
-            positions=slots,
-            write_slots=slots,
-            q_seq=batch.q_seq,
-            rows=rows,
-            kv_start=start,
-            mask=None,
-            q_indptr=batch.q_indptr,
-            max_kv_tokens=plan.max_kv_tokens,
-            num_decodes=b,
-        )
+        meta = batch.meta(torch.cat([root, columns], dim=1).reshape(-1), slots, start, plan.max_kv_tokens)
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         path = None
         if self.sampler.needs_path(host_rows):
