@@ -12,6 +12,15 @@ from octavo.kv.tiers import TierConfig
 from tests.laws.helpers import back_up, commit, prefill, tiered, tokens
 
 
+def windowed(full: int, swa: int, host: int = 30) -> Ledger:
+    """A window of two pages of four tokens, in tiers."""
+    sizes = TierConfig(host_pages=host, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
+    return Ledger(
+        LedgerConfig(page_size=4, full_pages=full, swa_pages=swa, window_tokens=8, max_rows=3, context_tokens=48,
+                     largest_reserve_tokens=4, tiers=sizes)
+    )  # fmt: skip
+
+
 def test_available_counts_each_budget_by_itself() -> None:
     ledger = tiered(host=12, full=16, slots=12)
     got = prefill(ledger, tokens(9))
@@ -157,11 +166,7 @@ def test_a_resumed_request_evicts_as_many_cached_pages_as_it_lacks() -> None:
 
 
 def test_a_ticket_waits_for_window_pages() -> None:
-    sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
-    ledger = Ledger(
-        LedgerConfig(page_size=4, full_pages=20, swa_pages=6, window_tokens=8, max_rows=3, context_tokens=48,
-                     largest_reserve_tokens=4, tiers=sizes)
-    )  # fmt: skip
+    ledger = windowed(full=20, swa=6, host=20)
     ticket = ledger.retract(prefill(ledger, tokens(9)).row)
     other = prefill(ledger, tokens(20, 50))
     before = ledger.report()
@@ -174,11 +179,7 @@ def test_a_ticket_waits_for_window_pages() -> None:
 
 
 def test_a_ticket_keeps_shared_window_pages_locked() -> None:
-    sizes = TierConfig(host_pages=20, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
-    ledger = Ledger(
-        LedgerConfig(page_size=4, full_pages=20, swa_pages=16, window_tokens=8, max_rows=3, context_tokens=48,
-                     largest_reserve_tokens=4, tiers=sizes)
-    )  # fmt: skip
+    ledger = windowed(full=20, swa=16, host=20)
     got = prefill(ledger, tokens(22))
     back_up(ledger, got.row)
     assert ledger.publish(got.row, tokens(22)) == 20
@@ -272,14 +273,6 @@ def test_a_tiered_pool_does_both_or_neither() -> None:
     with pytest.raises(LawViolation, match="law 6: full page 0 is free already"):
         pool.give_back(three, 1)
     assert (pool.free, pool.host.free, tiers.TieredPool(4, 4).scarce) == (8, 4, "full")
-
-
-def windowed(full: int, swa: int) -> Ledger:
-    sizes = TierConfig(host_pages=30, device_slots=8, device_pages=4, topk_pages=1, recent_tokens=4)
-    return Ledger(
-        LedgerConfig(page_size=4, full_pages=full, swa_pages=swa, window_tokens=8, max_rows=3, context_tokens=48,
-                     largest_reserve_tokens=4, tiers=sizes)
-    )  # fmt: skip
 
 
 def test_a_ticket_takes_exactly_what_it_lacks() -> None:
