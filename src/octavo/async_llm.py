@@ -122,8 +122,8 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Answers of conversations, through the model's chat template. `template`: extra template arguments."""
         await self.start()
-        talks: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [await asyncio.to_thread(self.tokenizer.encode_chat, list(t), **template) for t in talks]
+        talks = collect.conversations(messages)
+        prompts = [await asyncio.to_thread(self.tokenizer.encode_chat, talk, **template) for talk in talks]
         return await self._run(prompts, params, None)
 
     async def stream(

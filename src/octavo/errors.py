@@ -117,9 +117,16 @@ class Unauthorized(UserError):
 
 
 class GrammarError(OctavoError):
-    """A constrained answer cannot go on: the grammar engine hit one of its limits."""
+    """A constrained answer cannot go on: what was asked for hit a limit of the grammar engine (status 400, `param`
+    names the field), or the engine chose a token that the grammar forbids (a fault of ours)."""
 
     code = "grammar_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        self.param = param
+        if param is not None:
+            self.status = 400
+        super().__init__(message)
 
 
 class QueueFull(UserError):

@@ -70,8 +70,8 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers of conversations, through the model's chat template. `template`: extra template arguments."""
-        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self._run([self.tokenizer.encode_chat(list(c), **template) for c in conversations], params)
+        talks = collect.conversations(messages)
+        return self._run([self.tokenizer.encode_chat(talk, **template) for talk in talks], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[ChoiceOutput]:
         """Pieces of one answer as they come (`text` is the new part). Leaving the loop early aborts the request."""
@@ -93,7 +93,7 @@ class LLM:
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Iterator[ChoiceOutput]:
         """`stream` for one conversation."""
-        return self.stream(self.tokenizer.encode_chat(list(messages), **template), params)
+        return self.stream(self.tokenizer.encode_chat(collect.conversation(messages), **template), params)
 
     def interrupt(self) -> None:
         """End what is being generated after the step in progress: `generate` and `stream` return what there is,

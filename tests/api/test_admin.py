@@ -56,6 +56,7 @@ def test_facts(server: Server) -> None:
     assert set(server.get("/get_server_info").json()) == set(info)
     model = server.get("/model_info").json()
     assert model["is_generation"] is True and model["vocab_size"] == 288 and model["has_chat_template"] is True
+    assert model["model_type"] == "llama"
 
 
 def test_books_close_and_show_the_cache(server: Server) -> None:

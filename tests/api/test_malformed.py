@@ -117,6 +117,10 @@ TABLE: list[tuple[tuple[str, Any], int, str | None, str]] = [
     (("/tokenize", {}), 400, "prompt", "either"),
     (("/tokenize", {"prompt": "a", "messages": HELLO}), 400, "prompt", "either"),
     (("/tokenize", {"prompt": 5}), 400, "prompt", "string"),
+    (("/tokenize", {"prompt": "a", "content": "b"}), 400, "prompt", "either"),
+    (text(prompt=[2**70]), 400, "prompt", "64 bits"),
+    (text(json_schema={"const": 2**70}), 400, "json_schema", "64 bits"),
+    (text(grammar="start: start"), 400, "grammar", "grammar"),
     (("/detokenize", {"tokens": "abc"}), 400, "tokens", "list"),
     (("/detokenize", {"tokens": [10**6]}), 400, "tokens", "token ids"),
     (("/detokenize", {"tokens": [-1]}), 400, "tokens", "token ids"),
@@ -154,6 +158,17 @@ def test_broken_json(server: Server, path: str, raw: bytes) -> None:
     response = httpx.post(server.url + path, content=raw, headers={"Content-Type": "application/json"}, timeout=30)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_k", "logit_bias", "json_schema", "response_format", "stop"])
+def test_numbers_that_are_none(server: Server, field: str, value: str) -> None:
+    """JSON has no NaN, but Python's parser reads it: no field with an effect takes it, however deep it lies."""
+    inner = value if field in ("temperature", "top_k") else f'{{"1": [{value}]}}'
+    raw = f'{{"prompt": "x", "max_tokens": 1, "{field}": {inner}}}'.encode()
+    response = httpx.post(server.url + TEXT, content=raw, headers={"Content-Type": "application/json"}, timeout=30)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field and "finite" in response.json()["error"]["message"]
 
 
 def test_lone_surrogates_anywhere(server: Server) -> None:

@@ -27,6 +27,13 @@ SCHEMA = {
 }
 
 
+def deep(levels: int) -> dict[str, object]:
+    schema: dict[str, object] = {}
+    for _ in range(levels):
+        schema = {"not": schema}
+    return schema
+
+
 def grammar(**field) -> Grammar:
     return COMPILER.compile(SamplingParams(**field))
 
@@ -185,6 +192,11 @@ def test_a_token_the_grammar_forbids_ends_the_answer_with_an_error() -> None:
         ("grammar", "start: missing"),
         ("grammar", 'start: "a'),
         ("grammar", "root ::= (("),
+        ("json_schema", {"const": float("nan")}),
+        ("json_schema", {"maximum": float("inf")}),
+        ("json_schema", '{"const": NaN}'),
+        ("json_schema", {"enum": {1, 2}}),
+        ("json_schema", deep(3000)),
     ],
 )
 def test_bad_specifications_name_their_field(field: str, value: object) -> None:
@@ -193,6 +205,31 @@ def test_bad_specifications_name_their_field(field: str, value: object) -> None:
         with pytest.raises(RequestError, match=field) as caught:
             check(params)
         assert caught.value.param == field and caught.value.status == 400
+
+
+def test_a_grammar_without_an_answer_is_refused_before_its_first_token() -> None:
+    with pytest.raises(RequestError, match="grammar: ") as caught:
+        grammar(grammar="start: start")
+    assert caught.value.param == "grammar" and "<state>" not in str(caught.value)
+
+
+def test_a_limit_of_the_library_is_the_callers_to_mend_and_shows_no_text() -> None:
+    """Its report holds the text so far, which is nobody's to log; who comes next begins with a fresh grammar."""
+    for _ in range(2):
+        known = grammar(regex="a{1000}{1000}")
+        matcher = known.matcher()
+        while matcher.error is None:
+            matcher.advance(min(next_ids(matcher)))
+        error = matcher.failure("call-1")
+        assert (error.status, error.param) == (400, "regex")
+        assert str(error).startswith("regex: ") and "\n" not in str(error) and "Tokens" not in str(error)
+        assert known.spent and grammar(regex="a{1000}{1000}") is not known
+
+
+def test_a_fault_of_ours_is_no_fault_of_the_caller() -> None:
+    matcher = grammar(regex="abc").matcher()
+    matcher.advance(TOKENIZER.encode("x")[0])
+    assert (matcher.failure("call-1").status, matcher.failure("call-1").param) == (500, None)
 
 
 def test_good_specifications_pass_the_early_check() -> None:

@@ -169,6 +169,7 @@ def test_parts_of_text_are_joined_and_others_named() -> None:
     assert "user\na\nb<|im_end|>" in render_chat(TEMPLATE, [{"role": "user", "content": parts}])
     with pytest.raises(RequestError, match=r"messages\[0\].content\[1\]: got 'image_url'"):
         render_chat(TEMPLATE, [{"role": "user", "content": [*parts[:1], {"type": "image_url"}]}])
-    for bad in ([], [{"content": "x"}], ["x"]):
+    no_text = [[{"role": "user", "content": content}] for content in (5, True, {"type": "text", "text": "a"})]
+    for bad in ([], [{"content": "x"}], ["x"], *no_text):
         with pytest.raises(RequestError, match="messages"):
             render_chat(TEMPLATE, bad)  # type: ignore[arg-type]

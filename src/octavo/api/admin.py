@@ -74,8 +74,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     service.check_model(body.model)
     tokenizer = service.tokenizer
     text = body.prompt if body.prompt is not None else body.content
-    if (text is None) == (body.messages is None):
-        raise RequestError("prompt: give either prompt or messages", param="prompt")
+    if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
+        raise RequestError("prompt: give either prompt (or content, its other name) or messages", param="prompt")
     if body.messages is not None:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
         ids = await service.in_thread(chat_ids, tokenizer, body, tools)

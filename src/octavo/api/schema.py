@@ -6,6 +6,7 @@ Fields of other servers that change nothing here are in `neutral.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,7 +24,8 @@ class Body(BaseModel):
 
 
 class Top(Body):
-    """A whole body: its strings must be text, since JSON can spell half a surrogate pair and no tokenizer can."""
+    """A whole body: its strings must be text, since JSON can spell half a surrogate pair and no tokenizer can, and its
+    numbers finite, though Python's parser reads NaN and Infinity (a schema would carry them on)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -31,6 +33,10 @@ class Top(Body):
         bad = _untext(data)
         if bad is not None:
             raise RequestError(f"{shown(bad)}: not valid Unicode (half a surrogate pair)", code="invalid_json")
+        if isinstance(data, dict):
+            for name, value in data.items():
+                if _unfinite(value):
+                    raise RequestError(f"{name}: a finite number is needed; NaN and Infinity are not JSON", param=name)
         return data
 
 
@@ -46,6 +52,15 @@ def _untext(value: Any) -> str | None:
     elif isinstance(value, list):
         return next((bad for item in value if not isinstance(item, int) and (bad := _untext(item)) is not None), None)
     return None
+
+
+def _unfinite(value: Any) -> bool:
+    """Whether there is a number without a value somewhere in `value`."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(_unfinite(item) for item in value.values())
+    return isinstance(value, list) and any(not isinstance(item, int) and _unfinite(item) for item in value)
 
 
 class StreamOptions(Body):

@@ -297,7 +297,8 @@ class EngineClient:
         try:
             raw = m.encoder.encode(command)
         except OverflowError:
-            raise RequestError("a number of the request does not fit into 64 bits") from None
+            param = m.too_wide(command)
+            raise RequestError(f"{param}: a number in it does not fit into 64 bits", param=param) from None
         self._commands.send(raw, copy=True)
 
     # what the engine says

@@ -24,6 +24,23 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [checked(item) for item in items]
 
 
+def conversations(messages: object) -> list[list[Any]]:
+    """One conversation or many, as lists of messages. Raises `RequestError` for what is neither."""
+    talks = conversation(messages)
+    if talks and isinstance(talks[0], Mapping):
+        return [talks]
+    return [conversation(talk) for talk in talks]
+
+
+def conversation(messages: object) -> list[Any]:
+    """A list of messages; the chat template checks them one by one. Raises `RequestError` for what is no list."""
+    if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | bytearray | Mapping):
+        return list(messages)
+    kind = type(messages).__name__
+    allowed = "a list of messages, or a list of such lists, is allowed"
+    raise RequestError(f"messages: got {kind}; {allowed}", param="messages")
+
+
 def checked(prompt: object) -> Prompt:
     """A text, or token ids as plain integers. Raises `RequestError` naming what was given."""
     if isinstance(prompt, str):
@@ -36,7 +53,9 @@ def checked(prompt: object) -> Prompt:
 
 
 def _items(value: object) -> list[Any]:
-    """The items of a list, a tuple or an array."""
+    """The items of a list, a tuple, an array or a tensor."""
+    if hasattr(value, "tolist"):  # one item of a tensor is a tensor; its list has plain numbers
+        value = value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping):
         return list(value)
     kind = type(value).__name__

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from octavo.errors import RequestError
+from octavo.errors import GrammarError, RequestError
 from octavo.params import SamplingParams
 
 KINDS: Final = ("json_object", "json_schema", "regex", "grammar")
@@ -38,8 +38,9 @@ class GrammarTokenizer(Protocol):
 class Matcher:
     """One answer's place in its grammar."""
 
-    def __init__(self, inner: Any, words: int, end_mask: np.ndarray) -> None:
+    def __init__(self, grammar: Grammar, inner: Any, words: int, end_mask: np.ndarray) -> None:
         """`end_mask`: bits of the end tokens over the tokenizer's (perhaps wider) table."""
+        self._grammar = grammar
         self._inner = inner
         self._words = words
         self._end_mask = end_mask
@@ -121,8 +122,18 @@ class Matcher:
         return self.error is None and bool(self._inner.is_accepting())
 
     def _check(self) -> None:
+        """Notice that the library gave up. Its report goes on behind the first line with the text so far, which is
+        nobody's to log or to send."""
         if self.error is None and self._inner.is_error():
-            self.error = str(self._inner.get_error())
+            self.error = str(self._inner.get_error()).strip().partition("\n")[0]
+            self._grammar.spent = True
+
+    def failure(self, call_id: str) -> GrammarError:
+        """The error of an answer that cannot go on. Limits of the library are for the caller to mend, not for us."""
+        if self._inner.is_error():
+            kind = self._grammar.kind
+            return GrammarError(f"{kind}: {self.error}; a simpler one is needed", param=kind)
+        return GrammarError(f"request {call_id}: {self.error}")
 
 
 def _walk(children: list[list[int]]) -> Iterator[tuple[int, int]]:
@@ -138,11 +149,20 @@ def _walk(children: list[list[int]]) -> Iterator[tuple[int, int]]:
 class Grammar:
     """A compiled grammar: `matcher()` starts an answer."""
 
-    def __init__(self, inner: Any, words: int, end_mask: np.ndarray) -> None:
+    def __init__(self, kind: str, inner: Any, words: int, end_mask: np.ndarray) -> None:
+        self.kind = kind
         self._inner, self._words, self._end_mask = inner, words, end_mask
+        self.spent = False  # its matchers share states, so one that hit a limit leaves none for those to come
 
     def matcher(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._words, self._end_mask)
+        return Matcher(self, self._inner.deep_copy(), self._words, self._end_mask)
+
+    def first_error(self) -> str | None:
+        """Why not even the first token of an answer can be chosen; None: it can. (A grammar whose parts are all in
+        order may still be too large, or have no answer.)"""
+        matcher = self.matcher()
+        matcher.fill_mask(np.empty(self._words, dtype=np.int32))
+        return matcher.error
 
 
 class GrammarCompiler:
@@ -170,18 +190,21 @@ class GrammarCompiler:
 
     def compile_spec(self, kind: str, spec: str | dict[str, Any] | bool) -> Grammar:
         """Compile `spec` of one of `KINDS`. Raises `RequestError` naming the field where it is not understood."""
-        text = spec if isinstance(spec, str) else json.dumps(spec)
-        key = (kind, text)
-        if key in self._cache:
+        key = (kind, spec if isinstance(spec, str) else _json_text(spec))
+        known = self._cache.get(key)
+        if known is not None and not known.spent:
             self._cache.move_to_end(key)
-            return self._cache[key]
+            return known
         from llguidance import LLMatcher
 
         source = grammar_source(kind, spec)
         inner = LLMatcher(self.warm_up(), source, log_level=0)
         if inner.is_error():
             raise _refused(kind, inner.get_error())
-        grammar = Grammar(inner, self._words, self._end_mask)
+        grammar = Grammar(kind, inner, self._words, self._end_mask)
+        error = grammar.first_error()
+        if error is not None:
+            raise _refused(kind, error)
         self._cache[key] = grammar
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
@@ -238,16 +261,29 @@ def check_grammar(params: SamplingParams) -> None:
         raise _refused(kind, message)
 
 
+def _json_text(spec: dict[str, Any] | bool) -> str:
+    """A schema's text. Raises `RequestError` for what JSON cannot say: NaN, Python's own objects, endless nesting."""
+    try:
+        return json.dumps(spec, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refused("json_schema", str(error)) from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON value")
+
+
 def _schema(spec: str | dict[str, Any] | bool) -> dict[str, Any]:
     if isinstance(spec, str):
         try:
-            spec = json.loads(spec)
+            spec = json.loads(spec, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             raise _refused("json_schema", f"not JSON: {error}") from None
     if spec is True:
         return {}
     if not isinstance(spec, dict):
         raise _refused("json_schema", "a JSON schema is an object")
+    _json_text(spec)
     return spec
 
 

@@ -47,6 +47,7 @@ def describe(core: Any) -> dict[str, Any]:
         "model_name": core.model_name,
         "max_model_len": core.max_model_len,
         "vocab_size": core.vocab_size,
+        "architecture": core.parts.runner.network.config.architecture,
     }
     info["page_size"] = core.config.page_size
     info["kv_tokens"] = core.ledger.full_pool.total * core.config.page_size

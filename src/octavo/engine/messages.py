@@ -144,3 +144,12 @@ class Reply(msgspec.Struct, tag="reply", array_like=True):
 Event = Beat | Ready | Fatal | Accepted | Rejected | Outputs | Reply
 
 encoder = msgspec.msgpack.Encoder()
+
+
+def too_wide(command: Command) -> str:
+    """The field of a command that `encoder` refuses because a number in it has more than 64 bits. What is sent is
+    otherwise checked before, so it is a token id or something in a schema."""
+    if not isinstance(command, Submit) or any(not 0 <= t < 2**63 for t in command.request.prompt_token_ids):
+        return "prompt"
+    structured = command.request.params.structured
+    return "prompt" if structured is None else structured[0]

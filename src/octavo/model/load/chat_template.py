@@ -149,6 +149,11 @@ def _prepare(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     content = out.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         out["content"] = "\n".join(_part(index, number, part) for number, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(
+            f"messages[{index}].content: got {content!r}; a string, or a list of parts of type 'text', is allowed",
+            param=f"messages[{index}].content",
+        )
     return out
 
 
