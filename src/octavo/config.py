@@ -31,7 +31,7 @@ from octavo.options import (
     text,
 )
 
-DRAFTS = ("auto", "none", "ngram", "eagle3", "dflash", "scripted")
+DRAFTS = ("auto", "none", "ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash", "scripted")
 MAX_PAGE_SIZE_TOKENS = 1024
 
 
@@ -223,7 +223,8 @@ class EngineConfig:
     draft: str = option(
         "auto",
         choice(*DRAFTS, also="module:Class", accept=class_path),
-        "how tokens are drafted; auto takes the fastest draft that exists for the model, else ngram",
+        "how tokens are drafted; ngram+…: looked up first, drafted by weights where nothing matches; auto takes the "
+        "fastest that exists for the model, else ngram",
         group="draft",
     )
     draft_model: str | None = option(

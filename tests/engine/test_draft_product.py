@@ -73,15 +73,17 @@ def check(
 
 @HOW_MANY
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", ["wrong", "right", "sometimes", "ngram", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    "name", ["wrong", "right", "sometimes", "ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash"]
+)
 def test_chains_and_blocks(
     name: str, length: int, sizes: str, plain: dict[str, list[list[int]]], files: dict[str, str]
 ) -> None:
-    options: dict[str, Any] = {"draft": "ngram" if name == "ngram" else name, "draft_tokens": length + 1}
+    options: dict[str, Any] = {"draft": name, "draft_tokens": length + 1}
     if name in ("wrong", "right", "sometimes"):
         options["draft"] = "scripted"
     if name not in ("ngram", "wrong"):
-        options["draft_model"] = files[f"llama-{name}"]
+        options["draft_model"] = files[f"llama-{name.removeprefix('ngram+')}"]
     for page_size, adaptive in product(PAGE_SIZES, (False, True)):
         check("llama", plain, page_size, adaptive, sizes, **options)
 
@@ -101,11 +103,11 @@ def test_trees(
 
 
 @HOW_MANY
-@pytest.mark.parametrize("name", ["sometimes", "ngram", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["sometimes", "ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash"])
 def test_a_hybrid_model(name: str, sizes: str, plain: dict[str, list[list[int]]], files: dict[str, str]) -> None:
     """Sliding windows: the longest draft at every page size; lengths and trees are those of the tests above."""
     options: dict[str, Any] = {"draft": "scripted" if name == "sometimes" else name, "draft_tokens": 9}
     if name != "ngram":
-        options["draft_model"] = files[f"gemma3-{name}"]
+        options["draft_model"] = files[f"gemma3-{name.removeprefix('ngram+')}"]
     for page_size in PAGE_SIZES:
         check("gemma3", plain, page_size, page_size > 16, sizes, **options)

@@ -58,13 +58,14 @@ class StepResult:
 
 @dataclass
 class StepHandle:
-    """A launched step. `op` is the ledger's number for it (law 14); before drafting, the draft KV of
-    `caught_up_tokens` tokens of earlier steps was written."""
+    """A launched step. `op` is the ledger's number for it (law 14); the draft KV of `caught_up_tokens` tokens of
+    earlier steps was written with it; `sources` are the draft's (spec/drafter.py)."""
 
     plan: StepPlan
     op: int = -1
     started_s: float = 0.0
     caught_up_tokens: int = 0
+    sources: tuple[int, ...] = ()
     _decodes: tuple[Any, ...] | None = None
     _prefills: tuple[Any, ...] | None = None
     _copies: dict[str, torch.Tensor] = field(default_factory=dict)

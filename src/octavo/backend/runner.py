@@ -58,6 +58,8 @@ class Runner:
         self._taps = drafter.taps if drafter is not None else ()
         self.pending = PendingSteps()
         self._may_wait = drafter is not None and drafter.needs_draft_kv
+        self._shown_tokens = 0  # of what waited
+        self._catches_up = bool(getattr(drafter, "catches_up", False))
         self._pools = tuple(name for name in ("full", "swa") if getattr(kv, name) is not None)
 
     # -- life of a row -------------------------------------------------------------------------------------------
@@ -92,12 +94,18 @@ class Runner:
         """Run the plan; returns at once on an asynchronous device."""
         self.project()
         handle = StepHandle(plan)
+        shown_before = self._shown_tokens
         draft = self._propose(plan, handle)
+        self._run(handle, plan, draft)
+        handle.caught_up_tokens = self._shown_tokens - shown_before
+        handle.send(self.device)
+        return handle
+
+    def _run(self, handle: StepHandle, plan: StepPlan, draft: Draft | None) -> None:
+        """One forward in the form that takes the fewest operations; two where trees and prompts meet."""
         if draft is None and not plan.prefills:
             self._plain(handle, plan)
-            handle.send(self.device)
-            return handle
-        if draft is not None and draft.parents is None and not plan.prefills and uniform(draft):
+        elif draft is not None and draft.parents is None and not plan.prefills and uniform(draft):
             self._chain(handle, plan, draft)
         elif draft is not None and draft.parents is not None and plan.prefills:
             # a tree's ancestor masks speak about 64 slots; a prompt chunk may be longer, so it runs on its own
@@ -105,8 +113,6 @@ class Runner:
             self._forward(handle, (), plan.prefills, None, plan.max_kv_tokens)
         else:
             self._forward(handle, plan.decodes, plan.prefills, draft, plan.max_kv_tokens)
-        handle.send(self.device)
-        return handle
 
     def project(self) -> None:
         """Bring the device copies of the books up to date: tables, and with a host tier slots and backup frontiers."""
@@ -124,7 +130,8 @@ class Runner:
         host_rows = tuple(d.row for d in plan.decodes)
         top_ks = [d.request.params.top_k for d in plan.decodes]
         prepare_step(self.drafter, host_rows, self._ledger, top_ks, self.network.config.vocab_size)
-        handle.caught_up_tokens = self._show_pending()
+        if not self._catches_up:
+            self._show_pending()
         rows = upload(list(host_rows), self.device)
         tokens = tuple(d.request.tokens for d in plan.decodes) if self.drafter.needs_host_tokens else None
         draft = self.drafter.propose(
@@ -139,8 +146,10 @@ class Runner:
                 kv=self.kv,
                 max_kv_tokens=plan.max_kv_tokens,
                 host_lens=tuple(len(d.request.tokens) + d.request.inflight_outputs for d in plan.decodes),
+                catch_up=self._show_pending,
             )
         )
+        handle.sources = draft.sources
         return draft if any(draft.lengths) else None
 
     def _forward(
@@ -432,6 +441,7 @@ class Runner:
         )
 
     def _observe(self, observation: Observation) -> None:
+        self.write_pending(observation.host_rows)  # earlier steps first: the newest one leaves the seed
         if self.drafter is not None:
             self.drafter.observe(observation)
 
@@ -444,13 +454,12 @@ class Runner:
         if self.pending.full:
             self._show_pending()
 
-    def _show_pending(self) -> int:
-        """Show the drafter what waits: draft KV is whole then. Returns the number of tokens."""
+    def _show_pending(self) -> None:
+        """Show the drafter what waits: draft KV is whole then."""
         step = self.pending.take()
-        if step is None:
-            return 0
-        self._observe(step)
-        return step.indptr[-1]
+        if step is not None:
+            self._shown_tokens += step.indptr[-1]
+            self._observe(step)
 
     def write_pending(self, rows: Iterable[int]) -> None:
         """Before anybody else is given pages of these rows: their draft KV is written."""

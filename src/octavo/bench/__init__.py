@@ -8,6 +8,8 @@ MODES = {
     "ngram": "ngram",
     "eagle3": "eagle3",
     "dflash": "dflash",
+    "ngram+eagle3": "ngram+eagle3",
+    "ngram+dflash": "ngram+dflash",
     "scripted": "scripted",
     "best": "auto",
 }

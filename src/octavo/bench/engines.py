@@ -55,7 +55,7 @@ class Ours:
         if mode not in MODES:
             raise ConfigError("--mode", mode, f"allowed: {', '.join(MODES)}")
         self.mode, self.threads = mode, config.num_threads
-        weights = config.draft_model if MODES[mode] in ("eagle3", "dflash", "scripted") else None
+        weights = config.draft_model if MODES[mode] not in ("none", "ngram", "auto") else None
         self.config = config.replace(draft=MODES[mode], draft_model=weights, prefix_cache=False)
         start = time.perf_counter()
         self.llm: LLM = open_llm(self.config, quiet=True)

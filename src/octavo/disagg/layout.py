@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.disagg.protocol import VERSION, Layout, Region
+from octavo.spec.drafter import kv_owner
 
 if TYPE_CHECKING:
     from octavo.engine.setup import Parts
@@ -31,8 +32,9 @@ def draft_identity(drafter: Any) -> str:
     """A name for drafts that keep KV or a seed in what travels; "none" for the others."""
     if drafter is None or not drafter.needs_draft_kv:
         return "none"
-    digest = hashlib.blake2b(repr(drafter.config).encode(), digest_size=6)
-    return f"{drafter.name}-{digest.hexdigest()}-{drafter.identity}"
+    owner = kv_owner(drafter)
+    digest = hashlib.blake2b(repr(owner.config).encode(), digest_size=6)
+    return f"{owner.name}-{digest.hexdigest()}-{owner.identity}"
 
 
 def layout_of(parts: Parts) -> Layout:
@@ -68,7 +70,7 @@ def regions_of(parts: Parts) -> dict[str, Region]:
 
 def seed_bytes(drafter: Any, row: int) -> bytes | None:
     """What a row's next proposal starts from, as float32 bytes; None for drafters without such a thing."""
-    export = getattr(drafter, "export_seed", None)
+    export = getattr(kv_owner(drafter), "export_seed", None)
     if export is None:
         return None
     values: np.ndarray = export(row).float().cpu().numpy()
@@ -77,7 +79,7 @@ def seed_bytes(drafter: Any, row: int) -> bytes | None:
 
 def import_seed(drafter: Any, row: int, seed: bytes | None) -> None:
     """Give a row the seed that `seed_bytes` made on another server."""
-    take = getattr(drafter, "import_seed", None)
+    take = getattr(kv_owner(drafter), "import_seed", None)
     if take is None or seed is None:
         return
     import torch

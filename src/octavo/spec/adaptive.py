@@ -30,6 +30,39 @@ _CHECK_STEPS = 40  # while drafting, one step in so many goes to plain decode or
 _LOOK_STEPS = 8  # while nothing is drafted, whether it would pay is asked every so many steps
 
 
+class StepCosts:
+    """Seconds of a step by batch and draft length: the (lower) median of the newest samples."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], deque[float]] = {}
+
+    def add(self, bucket: int, length: int, step_s: float) -> None:
+        self._times.setdefault((bucket, length), deque(maxlen=_SAMPLES)).append(step_s)
+
+    def knows(self, bucket: int) -> bool:
+        """Whether any step of such a batch was timed."""
+        return any(b == bucket for b, _ in self._times)
+
+    def samples(self, bucket: int, length: int) -> int:
+        return len(self._times.get((bucket, length), ()))
+
+    def of(self, bucket: int, length: int) -> float:
+        """Measured, or on the line between (beyond) the nearest measured lengths; 1 is a plain step's where none is."""
+        known = sorted((m, median_low(times)) for (b, m), times in self._times.items() if b == bucket)
+        if not known:
+            return 1.0 + _ROW_COST * length
+        exact = dict(known).get(length)
+        if exact is not None:
+            return exact
+        if len(known) == 1:
+            at, cost = known[0]
+            return cost * (1.0 + _ROW_COST * length) / (1.0 + _ROW_COST * at)
+        below = [k for k in known if k[0] < length]
+        above = [k for k in known if k[0] > length]
+        (m0, t0), (m1, t1) = (below[-1], above[0]) if below and above else (known[-2:] if below else known[:2])
+        return max(t0 + (t1 - t0) * (length - m0) / (m1 - m0), min(t0, t1) * 0.5)
+
+
 class AdaptiveLength:
     """Chooses the draft length of every step. `max_draft_tokens` columns at most, root not included."""
 
@@ -44,7 +77,7 @@ class AdaptiveLength:
         self._lengths = (0, max_draft_tokens) if tree else tuple(range(max_draft_tokens + 1))
         self._accepted = [_PRIOR * _PRIOR_WEIGHT] * self._depth
         self._tried = [_PRIOR_WEIGHT] * self._depth
-        self._costs: dict[tuple[int, int], deque[float]] = {}
+        self._costs = StepCosts()
         self._off_steps = 0
         self._interval = _FIRST_PROBE_STEPS
         self._on_steps = 0
@@ -107,19 +140,19 @@ class AdaptiveLength:
         """Once steps are timed, plain and a short draft are tried early in a new batch size; the longest and the
         middle length too where they could pay at all."""
         bucket = _bucket(batch)
-        if not any(b == bucket for b, _ in self._costs):
+        if not self._costs.knows(bucket):
             return None
         middle = self._lengths[len(self._lengths) // 2]
         short = self._probe_length()
         for length in (0, short, self._lengths[-1], middle):
-            if len(self._costs.get((bucket, length), ())) < 2 and (length <= short or self._could_pay(bucket, length)):
+            if self._costs.samples(bucket, length) < 2 and (length <= short or self._could_pay(bucket, length)):
                 return length
         return None
 
     def _could_pay(self, bucket: int, length: int) -> bool:
         """Whether a length that was not measured would beat plain decode if its tokens cost next to nothing."""
-        short, plain = self._probe_length(), self._cost(bucket, 0)
-        least = self._cost(bucket, short) + _LEAST_ROW_COST * plain * (length - short)
+        short, plain = self._probe_length(), self._costs.of(bucket, 0)
+        least = self._costs.of(bucket, short) + _LEAST_ROW_COST * plain * (length - short)
         return self.expected_tokens()[min(length, self._depth)] * plain > _GAIN * least
 
     def _probe_length(self) -> int:
@@ -137,10 +170,10 @@ class AdaptiveLength:
         """The length with the highest expected speed; 0 unless drafting beats plain decode by 2 %."""
         expected = self.expected_tokens()
         bucket = _bucket(max(1, batch))
-        plain = 1.0 / self._cost(bucket, 0)
+        plain = 1.0 / self._costs.of(bucket, 0)
         best, best_speed = 0, plain * _GAIN
         for length in self._lengths[1:]:
-            speed = expected[min(length, self._depth)] / self._cost(bucket, length)
+            speed = expected[min(length, self._depth)] / self._costs.of(bucket, length)
             if speed > best_speed:
                 best, best_speed = length, speed
         return best
@@ -154,22 +187,6 @@ class AdaptiveLength:
             result.append(total)
         return result
 
-    def _cost(self, bucket: int, length: int) -> float:
-        """Seconds of a step: measured, or on the line between (beyond) the nearest measured lengths."""
-        known = sorted((m, median_low(times)) for (b, m), times in self._costs.items() if b == bucket)
-        if not known:
-            return 1.0 + _ROW_COST * length
-        exact = dict(known).get(length)
-        if exact is not None:
-            return exact
-        if len(known) == 1:
-            at, cost = known[0]
-            return cost * (1.0 + _ROW_COST * length) / (1.0 + _ROW_COST * at)
-        below = [k for k in known if k[0] < length]
-        above = [k for k in known if k[0] > length]
-        (m0, t0), (m1, t1) = (below[-1], above[0]) if below and above else (known[-2:] if below else known[:2])
-        return max(t0 + (t1 - t0) * (length - m0) / (m1 - m0), min(t0, t1) * 0.5)
-
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
@@ -179,8 +196,7 @@ class AdaptiveLength:
             self._off_bucket = None
             self._learn(drafted, accepted)
         if step_s is not None and step_s > 0 and batch > 0:
-            key = (_bucket(batch), longest)
-            self._costs.setdefault(key, deque(maxlen=_SAMPLES)).append(step_s)
+            self._costs.add(_bucket(batch), longest, step_s)
 
     def _learn(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         tried = [0.0] * self._depth
@@ -195,6 +211,48 @@ class AdaptiveLength:
             if tried[j]:
                 self._accepted[j] = self._accepted[j] * _DECAY + hits[j]
                 self._tried[j] = self._tried[j] * _DECAY + tried[j]
+
+
+class SourceLengths:
+    """One adaptive length for each source of a drafter that has several (spec/lookup_first.py).
+
+    Which source drafts a row is known only when it is looked up, so the plan gets the longest length there is, and
+    the drafter asks for its source's own (`choose_for`). A step's time belongs to the first source that drafted in
+    it, a plain step's to all.
+    """
+
+    def __init__(self, most_tokens: Sequence[int]) -> None:
+        """The longest draft of each source, in columns."""
+        self._by_source = [AdaptiveLength(most) for most in most_tokens]
+        self._most = max(most_tokens)
+        self._sources: tuple[int, ...] = ()
+
+    @property
+    def switches(self) -> int:
+        return sum(lengths.switches for lengths in self._by_source)
+
+    def choose(self, batch: int) -> int:
+        """Upper bound of the next step's draft length."""
+        return self._most
+
+    def tell(self, sources: Sequence[int]) -> None:
+        """Which source the rows of the step recorded next were drafted from; () where nothing was proposed."""
+        self._sources = tuple(sources)
+
+    def choose_for(self, source: int, batch: int) -> int:
+        """Draft length of the next step's rows of one source, in a step of `batch` decoding rows."""
+        return self._by_source[source].choose(batch)
+
+    def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
+        """As `AdaptiveLength.record`, of the step whose sources were told last."""
+        sources, self._sources = self._sources, ()
+        drawn = {source for source, columns in zip(sources, drafted, strict=True) if columns} if sources else set()
+        for source, lengths in enumerate(self._by_source):
+            if source in drawn:
+                own = [columns if s == source else 0 for columns, s in zip(drafted, sources, strict=True)]
+                lengths.record(batch, own, accepted, step_s if source == min(drawn) else None)
+            elif not drawn:
+                lengths.record(batch, drafted, accepted, step_s)
 
 
 def _bucket(batch: int) -> int:

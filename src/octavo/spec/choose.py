@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kv.sizing import DecodeReserve
 from octavo.spec.drafter import Drafter
+from octavo.spec.lookup_first import LookupFirstDrafter
 from octavo.spec.ngram import NgramDrafter
 from octavo.spec.scripted import Script, ScriptedDrafter
 
@@ -53,10 +54,7 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     if name == "none":
         return DraftPlan("none", DecodeReserve.plain(overlap=overlap))
     if name == "ngram":
-        # `draft_tokens` counts the root, as for every algorithm
-        count = NGRAM_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens - 1
-        if count < 1:
-            raise ConfigError("draft_tokens", config.draft_tokens, "n-gram drafts need at least 2 (the root included)")
+        count = _ngram_tokens(config)
         corpus = _corpus(config, loaded)
         beside = f" and {sum(map(len, corpus))} tokens of {Path(config.draft_model or '').name}" if corpus else ""
         return DraftPlan(
@@ -71,11 +69,40 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
         return _custom(name, config, loaded)
     from octavo.spec.learned import plan_learned
 
+    if name.startswith("ngram+"):
+        return _lookup_first(plan_learned(name.removeprefix("ngram+"), config, loaded), config)
     return plan_learned(name, config, loaded)
 
 
+def _ngram_tokens(config: EngineConfig) -> int:
+    """Looked-up tokens at most. `draft_tokens` counts the root, as for every algorithm."""
+    count = NGRAM_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens - 1
+    if count < 1:
+        raise ConfigError("draft_tokens", config.draft_tokens, "n-gram drafts need at least 2 (the root included)")
+    return count
+
+
+def _lookup_first(learned: DraftPlan, config: EngineConfig) -> DraftPlan:
+    """Prompt lookup before a draft with weights: one reserve that is enough for either."""
+    count = _ngram_tokens(config)
+    if config.draft_topk is not None and config.draft_topk > 1:
+        raise ConfigError("draft_topk", config.draft_topk, "1 beside n-gram drafts: a tree and a chain do not mix")
+    lookup = DecodeReserve.ngram(max_draft=count, overlap=config.overlap_on)
+    both = DecodeReserve(
+        max(lookup.footprint, learned.reserve.footprint), max(lookup.commit_lag, learned.reserve.commit_lag)
+    )
+
+    def make(bound: Bound) -> Drafter:
+        return LookupFirstDrafter(NgramDrafter(draft_tokens=count), learned.make(bound))
+
+    description = f"n-gram, up to {count} tokens, else {learned.description}"
+    return replace(learned, name=f"ngram+{learned.name}", reserve=both, make=make, description=description)
+
+
 def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
-    """`auto`: the shipped draft of this very target that is marked as the default, else n-gram."""
+    """`auto`: n-gram, and where nothing matches the shipped draft of this very target if one is marked as the default.
+
+    Looking up needs the newest tokens on the host, so with overlap a draft with weights is alone."""
     if config.draft != "auto":
         return config.draft
     if config.draft_model is not None:
@@ -87,7 +114,8 @@ def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
     if one_may_ship_for(loaded.config):  # the target is hashed only where a draft could be for it
         shipped = shipped_draft(loaded.sha256)
         if shipped is not None:
-            return algorithm_of(shipped)
+            algorithm = algorithm_of(shipped)
+            return algorithm if config.overlap_on else f"ngram+{algorithm}"
     return "ngram"
 
 

@@ -16,8 +16,9 @@ unless `needs_host_tokens` is set: such rows are settled before they are planned
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -46,6 +47,8 @@ class ProposeBatch:
     host_tokens  host: full token lists (prompt + output); None unless `needs_host_tokens`
     max_kv_tokens host upper bound of any slot read or written, plus one
     host_lens    host: tokens of each row as far as known (the newest included); () if nobody counts
+    catch_up     shows the drafter what waits (spec/pending.py). Called before `propose`, but for a drafter that has
+                 `catches_up` set: it calls this itself, when it drafts from its KV
     """
 
     rows: torch.Tensor
@@ -58,6 +61,12 @@ class ProposeBatch:
     kv: KVView
     max_kv_tokens: int
     host_lens: tuple[int, ...] = ()
+    catch_up: Callable[[], None] = lambda: None
+
+
+def kv_owner(drafter: Any) -> Any:
+    """The drafter whose draft KV and seeds these are: itself, or the one with weights of two that act as one."""
+    return getattr(drafter, "learned", drafter)
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,14 @@ class Draft:
              Parents come before children.
     depths   [b, m] int64 or None for a chain (then j+1)
     lengths  host, per row: how many columns are real. Trees are uniform.
+    sources  host, per row: which of a drafter's sources drafted it (spec/lookup_first.py); () where there is but one
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor | None
     depths: torch.Tensor | None
     lengths: tuple[int, ...]
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from octavo.backend.relay import upload
 from octavo.ops.meta import StepMeta
-from octavo.spec.drafter import DraftRequest, Observation, ProposeBatch
+from octavo.spec.drafter import DraftRequest, Observation, ProposeBatch, kv_owner
 
 
 def observe_meta(observation: Observation) -> StepMeta:
@@ -52,7 +52,7 @@ def bit_table(device: torch.device) -> torch.Tensor:
 
 def past_draft_limit(drafter: object) -> int:
     """Requests that went past the drafter's own position limit and were no longer drafted."""
-    limit = getattr(drafter, "limit", None)
+    limit = getattr(kv_owner(drafter), "limit", None)
     return limit.beyond if isinstance(limit, PositionLimit) else 0
 
 

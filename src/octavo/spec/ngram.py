@@ -144,6 +144,10 @@ class NgramDrafter:
         flat = [token for draft in padded for token in draft]
         return Draft(upload(flat, batch.rows.device).reshape(len(drafts), width), None, None, lengths)
 
+    def match_tokens(self, row: int) -> int:
+        """Length of the longest suffix of the row's own text that occurred in it before, as of the last `lookup`."""
+        return self._rows[row].text.match_len
+
     def lookup(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
         """Up to `limit` tokens that may follow `tokens`, the whole text of `row` so far."""
         state = self._rows[row]

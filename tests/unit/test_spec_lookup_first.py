@@ -1,0 +1,157 @@
+"""Prompt lookup before a draft with weights: who drafts which row, how many tokens, and when draft KV is caught up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.ops.meta import KVView
+from octavo.spec.adaptive import SourceLengths
+from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch, kv_owner
+from octavo.spec.lookup_first import LEARNED, LONG_MATCH, SHORT_MATCH, LookupFirstDrafter
+from octavo.spec.ngram import NgramDrafter
+
+KV = KVView(None, None, torch.zeros(8, 1, dtype=torch.int32), None, 16)
+REPEATS, NEW = [5, 6, 7, 8, 5, 6], [1, 2, 3, 4]
+
+
+class Ninety:
+    """Stands in for a draft with weights: 90, 91, … for every row, as long as its limit allows."""
+
+    name, needs_host_tokens, needs_draft_kv, kv_layers, key_mode, taps = "ninety", False, True, 2, "pair", (1, 2)
+    max_draft_tokens = max_depth = 3
+    footprint_tokens, commit_lag_tokens, top_k = 4, 4, 1
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[int, ...]]] = []
+        self.life: list[object] = []
+
+    def begin(self, request: DraftRequest) -> None:
+        self.life.append(request)
+
+    def end(self, row: int) -> None:
+        self.life.append(row)
+
+    def observe(self, observation: Observation) -> None:
+        self.life.append(observation)
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        self.calls.append((batch.draft_tokens, batch.host_limits))
+        width = min(batch.draft_tokens, self.max_draft_tokens)
+        tokens = torch.arange(90, 90 + width).expand(len(batch.host_rows), width)
+        return Draft(tokens, None, None, tuple(min(width, limit) for limit in batch.host_limits))
+
+
+def drafter(lookup_tokens: int = 5) -> tuple[LookupFirstDrafter, Ninety]:
+    learned = Ninety()
+    both = LookupFirstDrafter(NgramDrafter(draft_tokens=lookup_tokens), learned)
+    for row in (3, 4):
+        both.begin(DraftRequest(row, (1,), 64, 0))
+    return both, learned
+
+
+def propose(both: LookupFirstDrafter, texts: list[list[int]], tokens: int = 5, **given: Any) -> list[list[int]]:
+    rows = (3, 4)[: len(texts)]
+    limits = given.pop("limits", (9,) * len(texts))
+    draft = both.propose(
+        ProposeBatch(torch.tensor(rows), rows, torch.tensor([len(t) - 1 for t in texts]),
+                     torch.tensor([t[-1] for t in texts]), tokens, limits, tuple(texts), KV, 64, **given)
+    )  # fmt: skip
+    assert draft.tokens.shape[0] == len(texts) and draft.tokens.shape[1] >= max(draft.lengths)
+    if both.lengths is not None:
+        both.lengths.tell(draft.sources)
+    return [line[:n] for line, n in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+
+
+def test_it_is_one_drafter_with_the_larger_reserve() -> None:
+    both, learned = drafter()
+    assert isinstance(both, Drafter)
+    assert both.name == "ngram+ninety" and (both.max_draft_tokens, both.max_depth) == (5, 5)
+    assert (both.footprint_tokens, both.commit_lag_tokens) == (6, 6)
+    assert (both.kv_layers, both.key_mode, both.taps) == (2, "pair", (1, 2))
+    assert kv_owner(both) is learned and kv_owner(learned) is learned
+    both.end(3)
+    assert [type(event) for event in learned.life] == [DraftRequest, DraftRequest, int]
+
+
+def test_each_row_is_drafted_by_its_own_source() -> None:
+    both, learned = drafter()
+    assert propose(both, [REPEATS, NEW]) == [[7, 8, 5, 6, 7], [90, 91, 92]]
+    assert learned.calls == [(3, (0, 9))]
+    assert propose(both, [REPEATS + [7], NEW + [9]], limits=(2, 1)) == [[8, 5], [90]]
+
+
+@pytest.mark.parametrize("text", [REPEATS, NEW])
+def test_draft_kv_is_caught_up_only_for_the_weights(text: list[int]) -> None:
+    caught: list[int] = []
+    both, learned = drafter()
+    both_drafts = propose(both, [text], catch_up=lambda: caught.append(len(learned.calls)))
+    assert (caught, len(learned.calls)) == (([], 0) if text is REPEATS else ([0], 1))
+    assert both_drafts == [[7, 8, 5, 6, 7] if text is REPEATS else [90, 91, 92]]
+
+
+def test_lengths_by_source() -> None:
+    both, learned = drafter()
+    lengths = both.adapt()
+    for _ in range(60):  # what is looked up is right, what the weights draft is wrong
+        for text, right in ((REPEATS, True), (NEW, False)):
+            both.begin(DraftRequest(3, (1,), 64, 0))
+            drafts = propose(both, [text], lengths.choose(1))
+            count = len(drafts[0])
+            lengths.record(1, [count], [count if right else 0], 1.0 + 0.1 * count)
+    learned.calls.clear()
+    both.begin(DraftRequest(3, (1,), 64, 0))
+    assert len(propose(both, [REPEATS])[0]) == 5
+    both.begin(DraftRequest(3, (1,), 64, 0))
+    assert propose(both, [NEW]) == [[]] and learned.calls == []
+
+
+def test_long_matches_are_not_judged_by_short_ones() -> None:
+    """Two tokens that occurred before are followed by something else; five are followed by the same again."""
+    both, learned = drafter()
+    lengths = both.adapt()
+    long = [5, 6, 7, 8, 9, 3, 5, 6, 7, 8, 9]
+    assert propose(both, [long])[0][:3] == [3, 5, 6]
+    for _ in range(60):
+        for text, right in ((long, True), (REPEATS, False)):
+            both.begin(DraftRequest(3, (1,), 64, 0))
+            draft = propose(both, [text], lengths.choose(1))[0]
+            by_lookup = bool(draft) and draft[0] != 90
+            lengths.record(1, [len(draft)], [len(draft) if right and by_lookup else 0], 1.0 + 0.1 * len(draft))
+    assert [lengths._by_source[s].best_length(1) for s in (SHORT_MATCH, LONG_MATCH)] == [0, 5]
+
+
+def test_looking_up_that_never_pays_leaves_the_row_to_the_weights() -> None:
+    both, _ = drafter()
+    lengths = both.adapt()
+    said = []
+    for _ in range(80):
+        both.begin(DraftRequest(3, (1,), 64, 0))
+        draft = propose(both, [REPEATS], lengths.choose(1))[0]
+        wrong = bool(draft) and draft[0] != 90
+        lengths.record(1, [len(draft)], [0 if wrong else len(draft)], 1.0 + 0.1 * len(draft))
+        said.append(wrong)
+    assert sum(said[-30:]) <= 4
+
+
+def test_a_step_belongs_to_the_sources_told_last() -> None:
+    lengths = SourceLengths((3, 5, 5))
+    assert lengths.choose(4) == 5
+    for _ in range(40):
+        lengths.tell((SHORT_MATCH, LEARNED))
+        lengths.record(2, [5, 3], [5, 0], None)
+    best = [lengths._by_source[source].best_length(2) for source in (LEARNED, SHORT_MATCH)]
+    assert best == [0, 5]
+    before = lengths._by_source[LEARNED].expected_tokens()
+    lengths.record(2, [0, 0], [0, 0], 1.0)  # nothing was proposed: a plain step
+    assert lengths._by_source[LEARNED].expected_tokens() == before
+
+
+def test_a_tree_is_refused() -> None:
+    tree = Ninety()
+    tree.max_depth = 2
+    with pytest.raises(ConfigError, match="draft_topk"):
+        LookupFirstDrafter(NgramDrafter(draft_tokens=3), tree)
