@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,6 +203,14 @@ def test_a_reserve_is_typed_frozen_and_bounded() -> None:
         with pytest.raises(ReserveError):
             DecodeReserve(footprint, lag)
     assert DecodeReserve(4, 4).tokens == 8 and DecodeReserve(4).tokens == 4
+
+
+@pytest.mark.parametrize("reserve", [1.5, "8", None, [8], -1], ids=repr)
+def test_a_bare_reserve_that_is_no_number_of_tokens_is_named(reserve: object) -> None:
+    """1.5 tokens would be cut to one: less than the caller asked for."""
+    with pytest.raises(ReserveError, match=re.escape(f"reserve: got {reserve!r}")):
+        page_aligned_decode_alloc_lens([], reserve=reserve, page_size=16)  # type: ignore[arg-type]
+    assert page_aligned_decode_alloc_lens([], reserve=np.int32(8), page_size=16).needed_tokens == 0  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 64), st.booleans())

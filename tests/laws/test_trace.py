@@ -241,6 +241,7 @@ def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
         ('{"octavo_trace": 1}\n', "no configuration"),
         ('{"octavo_trace": 1, "config": {"colour": 3}}\n', "no configuration"),
         ('{"octavo_trace": 1\n', "line 1: not JSON"),
+        ('{"a":' * 100_000, "line 1: not JSON"),
         ("[1]\n", "line 1: not an object"),
     ],
 )

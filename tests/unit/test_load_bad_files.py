@@ -72,6 +72,13 @@ def test_a_malformed_container(change: Callable[[bytes], bytes], words: tuple[st
     assert refused(path, *words, str(path)).file == path
 
 
+@pytest.mark.parametrize("levels", [9, 1_000, 100_000])
+def test_metadata_that_is_nested_without_end(levels: int, tmp_path: Path) -> None:
+    nested = struct.pack("<Q1sI", 1, b"a", 9) + struct.pack("<IQ", 9, 1) * (levels - 1) + struct.pack("<IQ", 4, 0)
+    path = stored(tmp_path, b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + nested)
+    assert refused(path, "array in an array", str(path)).file == path
+
+
 def test_a_truncated_file_names_the_tensor(good: bytes, tmp_path: Path) -> None:
     whole = GGUFFile(stored(tmp_path, good, "good.gguf"))
     last = max(whole.tensors.values(), key=lambda info: info.offset)
@@ -312,7 +319,8 @@ def test_malformed_safetensors_headers(tmp_path: Path) -> None:
     path = folder(tmp_path)
     file = path / "model.safetensors"
     for header in (b"{", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-                   b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"\xff\xfe"):  # fmt: skip
+                   b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"\xff\xfe",
+                   b'{"a":' * 100_000):  # fmt: skip
         file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
         refused(path, "model.safetensors")
     file.write_bytes(struct.pack("<Q", 2**62) + b"{}")
@@ -330,10 +338,12 @@ def test_a_missing_file_is_named(file: str, words: tuple[str, ...], tmp_path: Pa
     refused(path, *words)
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_damaged_json_is_named(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"cut', '{"a":' * 100_000, "[" * 100_000], ids=["cut", "deep", "deep list"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+                                  "model.safetensors.index.json"])  # fmt: skip
+def test_damaged_json_is_named(file: str, text: str, tmp_path: Path) -> None:
     path = folder(tmp_path)
-    (path / file).write_text('{"cut')
+    (path / file).write_text(text)
     refused(path, file)
 
 

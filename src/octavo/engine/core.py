@@ -27,7 +27,6 @@ from octavo.engine.setup import Parts, build
 from octavo.engine.stats import EngineStats, StatsKeeper
 from octavo.errors import (
     ContextLengthExceeded,
-    GrammarError,
     HostTierLost,
     LawViolation,
     OctavoError,
@@ -345,7 +344,7 @@ class EngineCore:
         reason = delta.finish_reason
         error: OctavoError | None = None
         if reason == "error" and request.grammar is not None:
-            error = GrammarError(f"request {request.call_id}: {request.grammar.error}")
+            error = request.grammar.failure(request.call_id)
         elif reason is None and len(request.tokens) >= self.max_model_len:
             delta, reason = self._full(request, delta)
         return delta, reason, error

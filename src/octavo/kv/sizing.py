@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,12 +80,16 @@ class DecodeReserve:
 
 
 def reserve_tokens(reserve: DecodeReserve | int) -> int:
-    """The reserve in tokens. A bare int below 0 raises `ReserveError`."""
+    """The reserve in tokens. A bare number that is not whole or below 0 raises `ReserveError`."""
     if isinstance(reserve, DecodeReserve):
         return reserve.tokens
-    if reserve < 0:
+    try:
+        tokens = operator.index(reserve)
+    except TypeError:
+        raise ReserveError("reserve", reserve, "a DecodeReserve or a whole number of tokens") from None
+    if tokens < 0:
         raise ReserveError("reserve", reserve, "must be at least 0")
-    return int(reserve)
+    return tokens
 
 
 class RowsView(NamedTuple):

@@ -102,7 +102,7 @@ def read_trace(path: str | Path) -> tuple[LedgerConfig, Iterator[dict[str, Any]]
 def _parsed(path: str | Path, number: int, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise TraceError(f"{path}, line {number}: not an object")

@@ -212,7 +212,7 @@ def _copy(body: IO[bytes], out: IO[bytes], bar: Progress, url: str) -> int:
 def _read_note(note: Path) -> str:
     try:
         return str(json.loads(note.read_text()).get("etag", ""))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""
 
 

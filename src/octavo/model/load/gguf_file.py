@@ -22,6 +22,7 @@ from ...errors import ModelError, ModelNotFound
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_ARRAY_DEPTH = 8  # of metadata; no key has arrays in arrays
 
 # type id: (name, weights per block, bytes per block)
 BLOCKS: dict[int, tuple[str, int, int]] = {
@@ -222,7 +223,9 @@ class GGUFFile:
         (value,) = scalar.unpack_from(self._data, position)
         return value, position + scalar.size
 
-    def _array(self, key: str, position: int) -> tuple[Any, int]:
+    def _array(self, key: str, position: int, depth: int = 1) -> tuple[Any, int]:
+        if depth > MAX_ARRAY_DEPTH:
+            raise self._error(f"metadata {key!r} is an array in an array, {depth} deep; allowed: {MAX_ARRAY_DEPTH}")
         (kind,), (count,) = _U32.unpack_from(self._data, position), _U64.unpack_from(self._data, position + 4)
         position += 12
         if kind == _STRING:
@@ -232,7 +235,7 @@ class GGUFFile:
             self._check_count(count, 12, f"arrays of {key!r}")
             nested = []
             for _ in range(count):
-                value, position = self._array(key, position)
+                value, position = self._array(key, position, depth + 1)
                 nested.append(value)
             return nested, position
         if kind not in _ARRAY_DTYPES:

@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `ModelError` naming it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: nested without end
         raise ModelError(f"not valid JSON: {error}", file=path) from None
     except OSError as error:
         raise ModelError(f"cannot be read: {error.strerror}", file=path) from None

@@ -206,7 +206,7 @@ class Repository:
             try:
                 siblings = json.loads(body.read()).get("siblings", [])
                 names = [str(row["rfilename"]) for row in siblings]
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ModelError(f"the hub's answer at {url} is not a file list", file=self.repo) from None
         found = [n for n in names if n.endswith(".gguf") and "mmproj" not in n.lower()]
         return [n for n in found if not _SPLIT.search(n) or re.search(r"-00001-of-\d{5}\.gguf$", n)]
@@ -261,7 +261,7 @@ class Repository:
 
 
 def _note(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         value = json.loads((folder / COMPLETE).read_text())
         return value if isinstance(value, dict) else {}
     return {}

@@ -63,7 +63,7 @@ class SafetensorsFile:
             )
         try:
             header = json.loads(self.data[8 : 8 + length].decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ModelError(f"not a safetensors file: {error}", file=self.path) from None
         if not isinstance(header, dict):
             raise ModelError("not a safetensors file: the header is no object", file=self.path)
