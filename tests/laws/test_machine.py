@@ -79,6 +79,7 @@ def test_driven(page_size: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(14_400)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_soak(page_size: int) -> None:
     """A million moves, with other seeds than the short run's."""
