@@ -134,6 +134,8 @@ def test_training_goes_on_from_an_earlier_draft(folder: Path) -> None:
     assert after["went_on_from"] == earlier.fingerprint != later.fingerprint and before["went_on_from"] is None
     assert torch.equal(earlier.token_ids, later.token_ids)  # its vocabulary, not one of 64
     assert after["history"][0]["loss"] < before["history"][0]["loss"]
+    card = json.loads((more.out / "config.json").read_text())["octavo"]["options"]
+    assert "draft_vocab" not in card and card["seed"] == 2  # the earlier draft's vocabulary was taken
 
 
 def test_an_earlier_draft_of_the_other_kind_is_refused(folder: Path) -> None:

@@ -319,7 +319,7 @@ def _short(name: str) -> str:
 
 
 def _fingerprint(options: TrainOptions, store_key: str, *, start_from: str) -> str:
-    card = options.card()
+    card = options.shaping()
     made_of = ("answer_tokens", "generate_batch", "generate_minutes", "max_question_tokens", "max_answer_tokens")
     for name in made_of:  # how the corpus came about is in its key
         del card[name]

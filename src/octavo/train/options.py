@@ -73,7 +73,15 @@ class TrainOptions:
             raise ConfigError("block_size", self.block_size, "2 to 64")
 
     def card(self) -> dict[str, Any]:
-        """What is kept with the draft: every option that shapes it."""
+        """What is kept with the draft: every option that shaped it. An earlier draft's shape is its own."""
+        shaping = self.shaping()
+        if self.init is not None:
+            for name in ("draft_vocab", "layers", "features", "intermediate", "block_size"):
+                del shaping[name]
+        return shaping
+
+    def shaping(self) -> dict[str, Any]:
+        """Every option that the result depends on."""
         shaping = asdict(self)
         for name in ("out", "data", "init", "cache_dir", "prompts", "threads", "measure", "default"):
             del shaping[name]
