@@ -185,6 +185,7 @@ def test_corrupt_files_are_refused(eagle: Path) -> None:
         "length": struct.pack("<Q", 1 << 60) + whole[8:],
         "text": b"not a tensor file at all, only words",
         "type": whole.replace(b'"F32"', b'"F99"', 1),
+        "nested": struct.pack("<Q", 100_000) + b"[" * 100_000,
     }
     for name, data in broken.items():
         file.write_bytes(data)

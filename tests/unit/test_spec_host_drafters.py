@@ -103,9 +103,10 @@ def test_a_script_file(tmp_path: object) -> None:
     path = Path(str(tmp_path)) / "script.json"
     path.write_text('{"sequences": [[1, 2, 3]], "accept_counts": [1]}')
     assert Script.from_file(path) == Script(((1, 2, 3),), (1,))
-    path.write_text("[1]")
-    with pytest.raises(ConfigError, match="draft_model"):
-        Script.from_file(path)
+    for text in ("[1]", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="draft_model"):
+            Script.from_file(path)
 
 
 # -- n-gram ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Script:
                 None if counts is None else tuple(int(c) for c in counts),
                 int(data.get("wrong_token", 0)),
             )
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             allowed = f'a JSON object with "sequences", "accept_counts", "wrong_token" ({error})'
             raise ConfigError("draft_model", str(path), allowed) from error
 

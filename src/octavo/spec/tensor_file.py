@@ -64,7 +64,7 @@ def _find(path: Path) -> Path:
 def _index(file: Path) -> dict[str, str]:
     try:
         return dict(json.loads(file.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"not an index of shards ({error})", file=file) from error
 
 
@@ -91,7 +91,7 @@ def _read_safetensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, st
     try:
         header: dict[str, Any] = json.loads(bytes(data[8 : 8 + length]))
         metadata = dict(header.pop("__metadata__", None) or {})
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"corrupt header ({error})", file=file) from error
     body = memoryview(data)[8 + length :]
     return {name: _tensor(body, entry, name, file) for name, entry in header.items()}, metadata
