@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.clock import running_time
+
 ROOT = Path(__file__).resolve().parents[2]
-# What the server promises, with slack for a machine that runs other tests at the same time.
+# What the server promises, in time that the machine ran (tests/clock.py), with slack for the other tests on it.
 IDLE_S = 4.0  # pages of clients that left are free (promised: 2 s)
 NOTICED_S = 8.0  # a dead engine shows in /health and /ready (promised: 5 s)
 TINY = "tests.api.cores:tiny"
@@ -50,29 +53,52 @@ class Server:
             self.url + path, json=body, headers=self.headers, timeout=options.pop("timeout", 120), **options
         )
 
+    def books(self) -> dict[str, Any]:
+        """`/kv.json`, asked again where the engine does not answer in time (a machine that stands still)."""
+        answers: list[httpx.Response] = []
+        until(lambda: (answers.append(self.get("/kv.json")), answers[-1].status_code == 200)[1], answers)
+        found: dict[str, Any] = answers[-1].json()
+        return found
+
     def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
+        """Sum of a metric's samples. Where the engine does not answer in time /metrics repeats what it said last: it
+        is asked just before, so that this is never long ago."""
+        self.get("/kv.json")
         lines = self.get("/metrics").text.splitlines()
         samples = [line for line in lines if line.startswith((f"octavo:{name} ", f"octavo:{name}{{"))]
         assert samples, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
-    def wait_idle(self, timeout_s: float = 10.0) -> float:
-        """Seconds until no request runs or waits."""
-        started = time.monotonic()
-        while time.monotonic() - started < timeout_s:
-            if self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0:
-                return time.monotonic() - started
-            time.sleep(0.05)
-        raise AssertionError(f"requests still run after {timeout_s} s")
+    def wait_running(self, count: int) -> None:
+        """Until `count` requests run."""
+        until(lambda: self.books()["running"] >= count)
+
+    def wait_idle(self) -> float:
+        """Seconds (tests/clock.py) until no request runs or waits."""
+        started_s = running_time.now()
+        until(lambda: self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0)
+        return running_time.now() - started_s
+
+
+def until(have: Callable[[], object], shown: object = "") -> None:
+    """Wait for a state. The limit is for what never comes: how long it takes says nothing."""
+    deadline_s = time.monotonic() + 120
+    while not have():
+        assert time.monotonic() < deadline_s, shown
+        time.sleep(0.02)
+
+
+_kept: list[socket.socket] = []
 
 
 def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port from the system that stays ours: bound and not listened on, so that nobody else is given it, connections
+    to it are refused, and a server (they all set SO_REUSEADDR) can listen on it."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("127.0.0.1", 0))
+    _kept.append(one)
+    return int(one.getsockname()[1])
 
 
 @contextmanager
@@ -103,26 +129,24 @@ def running(tmp: Path, *, core: str = TINY, wait: bool = True, env: dict[str, st
         stop(server)
 
 
-def wait_ready(server: Server, timeout_s: float = 60.0) -> None:
+def wait_ready(server: Server) -> None:
     """Until `/ready` is 200. Shows the log if the server ends before."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+
+    def ready() -> bool:
         assert server.process.poll() is None, server.log.read_text()
-        try:
-            if server.get("/ready", timeout=2, verify=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError(f"not ready after {timeout_s} s:\n{server.log.read_text()}")
+        with suppress(httpx.TransportError):
+            return server.get("/ready", timeout=5, verify=False).status_code == 200
+        return False
+
+    until(ready, server.log)
 
 
-def stop(server: Server, timeout_s: float = 20.0) -> int:
+def stop(server: Server) -> int:
     """SIGTERM, then wait; the exit code."""
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
         try:
-            server.process.wait(timeout_s)
+            server.process.wait(120)
         except subprocess.TimeoutExpired:
             server.process.kill()
             server.process.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -22,8 +22,24 @@ PREFILL = "127.0.0.1:1"
 DECODE = "decode"
 
 
-def make_core(role: str, net: LocalNet, wire: Wire, kind: str, model: dict[str, Any], *, name: str = "",
-              room_timeout_s: float = 30.0, quarantine_after_s: float = 30.0, **options: Any) -> EngineCore:
+class Steps:
+    """The clock of a pair: a millisecond a step, a little for each look at it, and what a test lets pass. So no
+    deadline is met or missed because a machine is fast, slow or standing still."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+
+    def __call__(self) -> float:
+        self._now_s += 1e-7
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+def make_core(role: str, net: LocalNet, wire: Wire, kind: str, model: dict[str, Any], *, clock: Callable[[], float],
+              name: str = "", room_timeout_s: float = 30.0, quarantine_after_s: float = 30.0, **options: Any
+              ) -> EngineCore:
     given = {"draft": "none", "kv_memory": "64MiB", "check_books": True, "threads": 1, "role": role, **options}
     config = EngineConfig.from_options(given, environ={})
     name = name or (PREFILL if role == "prefill" else DECODE)
@@ -31,8 +47,9 @@ def make_core(role: str, net: LocalNet, wire: Wire, kind: str, model: dict[str, 
     def side(core: EngineCore) -> PrefillSide | DecodeSide:
         hub, transport = net.hub(name), InProcessTransport(wire, name)
         if role == "prefill":
-            return PrefillSide(core, hub, transport, room_timeout_s=room_timeout_s)
-        return DecodeSide(core, hub, transport, room_timeout_s=room_timeout_s, quarantine_after_s=quarantine_after_s)
+            return PrefillSide(core, hub, transport, room_timeout_s=room_timeout_s, clock=clock)
+        return DecodeSide(core, hub, transport, room_timeout_s=room_timeout_s, quarantine_after_s=quarantine_after_s,
+                          clock=clock)
 
     return EngineCore(config, build(config, loaded_model(kind, **model)), side=side)
 
@@ -42,9 +59,11 @@ class Pair:
 
     def __init__(self, kind: str = "llama", *, prefill: dict[str, Any] | None = None,
                  decode: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **options: Any) -> None:
-        self.net, self.wire = LocalNet(), Wire()
-        self.prefill = make_core("prefill", self.net, self.wire, kind, model or {}, **{**options, **(prefill or {})})
-        self.decode = make_core("decode", self.net, self.wire, kind, model or {}, **{**options, **(decode or {})})
+        self.net, self.wire, self.clock = LocalNet(), Wire(), Steps()
+        self.prefill, self.decode = (
+            make_core(role, self.net, self.wire, kind, model or {}, clock=self.clock, **{**options, **(own or {})})
+            for role, own in (("prefill", prefill), ("decode", decode))
+        )
         self.cores = {"prefill": self.prefill, "decode": self.decode}
         self.outputs: dict[tuple[str, str], list[ChoiceOutput]] = {}
         self._rooms = itertools.count(1000)
@@ -58,6 +77,7 @@ class Pair:
         return rooms
 
     def step(self, sides: Iterable[str] = ("prefill", "decode")) -> None:
+        self.clock.advance(0.001)
         for side in sides:
             for output in self.cores[side].step():
                 self.outputs.setdefault((side, output.request_id), []).append(output)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.api.serving import ROOT, Server, free_port, running
+from tests.api.serving import ROOT, Server, free_port, running, until, wait_ready
 
 HEALTH = ["--health-check-interval-secs", "1", "--health-failure-threshold", "2"]
 _ROOMS = iter(range(1, 10**9))
@@ -23,11 +22,13 @@ _ROOMS = iter(range(1, 10**9))
 
 @dataclass
 class Trio:
-    """One prefill server, decode servers, and the router's address ("" without a router)."""
+    """One prefill server, decode servers, and the router's address ("" without a router). `hold`: file that holds the
+    prefill server."""
 
     prefill: Server
     decodes: list[Server]
     bootstrap_port: int
+    hold: Path
     router: str = ""
 
     @property
@@ -35,7 +36,7 @@ class Trio:
         return self.decodes[0]
 
     def both(self, path: str, body: dict[str, Any], *, decode: Server | None = None, room: int | None = None,
-             timeout_s: float = 60.0) -> tuple[httpx.Response, httpx.Response]:
+             timeout_s: float = 200.0) -> tuple[httpx.Response, httpx.Response]:
         """What the router does: the same body to both sides. Returns (prefill's, decode's) answers."""
         import concurrent.futures
 
@@ -45,27 +46,31 @@ class Trio:
             calls = [pool.submit(s.post, path, body, timeout=timeout_s) for s in (self.prefill, decode or self.decode)]
             return calls[0].result(), calls[1].result()
 
-    def until(self, phase: str, *, side: str = "prefill", timeout_s: float = 30.0) -> None:
-        """Wait until a room of one side is in `phase`."""
+    def until(self, phase: str, count: int = 1, *, side: str = "prefill") -> None:
+        """Wait until `count` rooms of one side are in `phase`."""
         server = self.prefill if side == "prefill" else self.decode
-        deadline = time.monotonic() + timeout_s
-        while phase not in (seen := server.get("/kv.json").json()["disaggregation"]["rooms"]):
-            assert time.monotonic() < deadline, seen
-            time.sleep(0.02)
+        until(lambda: rooms(server).get(phase, 0) >= count)
 
-    def check_at_rest(self, timeout_s: float = 20.0) -> None:
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, the prefill server computes the first chunk of what it is asked for and no more."""
+        self.hold.write_text("1")
+        try:
+            yield
+        finally:
+            self.hold.unlink()
+
+    def check_at_rest(self) -> None:
         """Nothing runs, nothing is leased or held, no law was broken; quarantined pages are allowed and counted."""
-        alive = [s for s in (self.prefill, *self.decodes) if s.process.poll() is None]
-        for server in alive:
-            deadline = time.monotonic() + timeout_s
-            while True:
-                pools = server.get("/kv.json").json()["pools"]
-                busy = {n: (p["held"], p["leased"]) for n, p in pools.items() if p["held"] or p["leased"]}
-                if not busy or time.monotonic() > deadline:
-                    break
-                time.sleep(0.1)
-            assert not busy, (server.url, server.get("/kv.json").json())
+        for server in [s for s in (self.prefill, *self.decodes) if s.process.poll() is None]:
+            until(lambda server=server: not any(p["held"] or p["leased"] for p in server.books()["pools"].values()),
+                  server.url)
             assert server.metric("kv_balance_violations_total") == 0
+
+
+def rooms(server: Server) -> dict[str, int]:
+    """Rooms of a server by phase."""
+    return dict(server.books()["disaggregation"]["rooms"])
 
 
 def kill_tree(server: Server, number: int = signal.SIGKILL) -> None:
@@ -80,17 +85,18 @@ def kill_tree(server: Server, number: int = signal.SIGKILL) -> None:
 def trio(tmp: Path, *, decodes: int = 1, router: bool = False, prefill: dict[str, Any] | None = None,
          decode: dict[str, Any] | None = None, env: dict[str, str] | None = None, **options: Any) -> Iterator[Trio]:
     port = free_port()
+    hold = tmp / f"hold-{port}"
     shared = {"check_books": True, "served_model_name": ("tiny",), "bootstrap_port": port, "env": env, **options}
+    first = {**shared, **(prefill or {})}
+    first["env"] = {**(first["env"] or {}), "OCTAVO_TEST_HOLD": str(hold)}
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(running(tmp, role="prefill", wait=False, **{**shared, **(prefill or {})}))
+        one = stack.enter_context(running(tmp, role="prefill", wait=False, **first))
         many = [stack.enter_context(running(tmp, role="decode", wait=False, **{**shared, **(decode or {})}))
                 for _ in range(decodes)]
-        from tests.api.serving import wait_ready
-
         for server in (one, *many):
             wait_ready(server)
         url = stack.enter_context(routing(tmp, one, port, many)) if router else ""
-        yield Trio(one, many, port, url)
+        yield Trio(one, many, port, hold, url)
 
 
 @contextlib.contextmanager
@@ -113,18 +119,17 @@ def routing(tmp: Path, prefill: Server, bootstrap_port: int, decodes: list[Serve
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def _until_up(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+def _until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def up() -> bool:
         assert process.poll() is None, log.read_text()
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/readiness", timeout=2).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise AssertionError(log.read_text())
+            return httpx.get(f"{url}/readiness", timeout=5).status_code == 200
+        return False
+
+    until(up, log)

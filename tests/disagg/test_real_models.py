@@ -27,7 +27,7 @@ from octavo.spec.draft_config import (
     default_dflash_layers,
     default_eagle_taps,
 )
-from tests.disagg.pair import DECODE, PREFILL, Pair
+from tests.disagg.pair import DECODE, PREFILL, Pair, Steps
 
 pytestmark = pytest.mark.models
 
@@ -40,7 +40,7 @@ def cores(name: str, **options: Any) -> tuple[EngineCore, Pair]:
     loaded = load_model(name, accept_license=True)
     shared = {"model": name, "draft": "none", "kv_memory": "192MiB", "max_model_len": 1024, "max_running": 4,
               "check_books": True, "max_batched_tokens": 256, "draft_adaptive": False, **options}
-    net, wire, made = LocalNet(), Wire(), {}
+    net, wire, clock, made = LocalNet(), Wire(), Steps(), {}
     for role in ("both", "prefill", "decode"):
         config = EngineConfig.from_options({**shared, "role": role}, environ={})
 
@@ -48,12 +48,13 @@ def cores(name: str, **options: Any) -> tuple[EngineCore, Pair]:
             name = PREFILL if role == "prefill" else DECODE
             hub, transport = net.hub(name), InProcessTransport(wire, name)
             if role == "prefill":
-                return PrefillSide(core, hub, transport, room_timeout_s=120)
-            return DecodeSide(core, hub, transport, room_timeout_s=120, quarantine_after_s=120)
+                return PrefillSide(core, hub, transport, room_timeout_s=120, clock=clock)
+            return DecodeSide(core, hub, transport, room_timeout_s=120, quarantine_after_s=120, clock=clock)
 
         made[role] = EngineCore(config, build(config, loaded), side=None if role == "both" else side)
     pair = Pair.__new__(Pair)
-    pair.net, pair.wire, pair.prefill, pair.decode = net, wire, made["prefill"], made["decode"]
+    pair.net, pair.wire, pair.clock = net, wire, clock
+    pair.prefill, pair.decode = made["prefill"], made["decode"]
     pair.cores, pair.outputs = {"prefill": pair.prefill, "decode": pair.decode}, {}
     pair._rooms = itertools.count(1)
     return made["both"], pair

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.kv.trace import replay
+from octavo.kv.trace import TraceError, replay
 from tests.laws.helpers import tokens
 from tests.laws.test_trace import admit, write_trace
 
@@ -96,8 +96,35 @@ def test_pools_keep_their_size_in_tokens(tmp_path: Path) -> None:
         assert replay(tmp_path / "trace", page_size=page_size)["num_pages"] == pages
     write_trace(tmp_path / "trace", *admit(0, 12), swa_pages=20, window_tokens=8)
     assert replay(tmp_path / "trace", page_size=1)["swa_pages"] == 20 * 4 + 2
-    with pytest.raises(ConfigError, match="page_size"):
-        replay(tmp_path / "trace", page_size=-4)
+    for page_size in (-4, 0):
+        with pytest.raises(ConfigError, match="page_size"):
+            replay(tmp_path / "trace", page_size=page_size)
+    for sizes, name in (({"num_pages": 0}, "num_pages"), ({"swa_pages": 0}, "swa_pages")):
+        with pytest.raises(ConfigError, match=name):
+            replay(tmp_path / "trace", **sizes)
+    assert replay(tmp_path / "trace", swa_pages=30)["swa_pages"] == 30
+    assert replay(tmp_path / "trace")["swa_pages"] == 20
+    write_trace(tmp_path / "trace", *admit(0, 12))
+    assert replay(tmp_path / "trace", page_size=2)["swa_pages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"call": "invent"}, "call 2.*'invent' is no call"),
+        ({"row": 0}, "call 2.*None is no call"),
+        ({"call": "extend", "row": 0}, "call 2.*extend.*upto"),
+        ({"call": "extend", "row": 0, "upto": "9"}, "call 2.*extend"),
+        ({"call": "extend", "row": [0], "upto": 9}, "call 2.*extend"),
+        ({"call": "commit", "rows": [0], "committed": []}, "call 2.*commit"),
+        ({"call": "admit", "row": 1, "tokens": ["a"]}, "call 2.*admit"),
+    ],
+    ids=str,
+)
+def test_a_call_that_no_ledger_wrote_is_named(tmp_path: Path, call: dict[str, Any], message: str) -> None:
+    write_trace(tmp_path / "trace", admit(0, 12)[0], call)
+    with pytest.raises(TraceError, match=message):
+        replay(tmp_path / "trace")
 
 
 def test_a_last_step_may_end_behind_the_context(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from octavo.kv.sizing import (
     ReserveError,
     RowsView,
     decode_admission_pages,
+    decode_watermark,
     full_budget_pages,
     min_swa_pages,
     page_aligned_decode_alloc_lens,
@@ -203,6 +204,36 @@ def test_a_reserve_is_typed_frozen_and_bounded() -> None:
         with pytest.raises(ReserveError):
             DecodeReserve(footprint, lag)
     assert DecodeReserve(4, 4).tokens == 8 and DecodeReserve(4).tokens == 4
+    for footprint, lag, name in [(2.5, 0, "footprint"), ("4", 0, "footprint"), (4, 1.5, "commit_lag")]:
+        with pytest.raises(ReserveError, match=name):
+            DecodeReserve(footprint, lag)  # type: ignore[arg-type]
+    assert DecodeReserve(np.int64(4), np.int32(2)).tokens == 6  # type: ignore[arg-type]
+
+
+def test_every_formula_takes_the_typed_reserve() -> None:
+    typed = DecodeReserve(8, 4)
+    for formula in (
+        lambda r: decode_watermark(16, 9, r, 16),
+        lambda r: swa_decode_bound_pages(128, r, 16),
+        lambda r: min_swa_pages(128, r, 1, 4, overlap=False),
+        lambda r: full_budget_pages(30, 40, 500, r, 4),
+        lambda r: swa_budget_pages(900, 128, r, 1, 4, overlap=False),
+        lambda r: decode_admission_pages(
+            30, reserved_decode_tokens=2, tokens_left=9, clip_tokens=8, retractable_tokens=0, reserve=r, page_size=4
+        ),
+    ):
+        assert formula(typed) == formula(12) > formula(0)
+
+
+@pytest.mark.parametrize("length", [2.5, "9", -1, None, np.float64(3), np.ones(1, int)], ids=repr)
+@pytest.mark.parametrize("name", ["kv_allocated_len", "kv_committed_len"])
+def test_a_length_that_is_no_whole_number_on_the_host_is_named(name: str, length: object) -> None:
+    """A fraction would be cut off, and reading a device's number would wait for the device (law 8)."""
+    lengths = {"kv_allocated_len": 0, "kv_committed_len": 0, name: length}
+    with pytest.raises(ConfigError, match=name):
+        page_aligned_decode_alloc_lens([SimpleNamespace(**lengths)], reserve=1, page_size=16)
+    good = SimpleNamespace(kv_allocated_len=np.int32(16), kv_committed_len=0)
+    assert page_aligned_decode_alloc_lens([good], reserve=1, page_size=16) == ([16], [16], 0)
 
 
 @pytest.mark.parametrize("reserve", [1.5, "8", None, [8], -1], ids=repr)

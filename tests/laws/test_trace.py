@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger
 from octavo.kv.replay import _Request
+from octavo.kv.tiers import TierConfig
 from octavo.kv.trace import TraceError, TraceWriter, read_trace, replay
 from tests.laws.helpers import commit, prefill, sliding, tokens
 from tests.laws.law_setups import Setup
@@ -250,6 +252,20 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str, message: str) -> None
     path.write_text(content)
     with pytest.raises(TraceError, match=f"bad.*{message}"):
         replay(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("none", "No such file"), ("bytes", "not text"), (".", "directory")):
+        with pytest.raises(TraceError, match=f"{tmp_path / name}.*{message}"):
+            replay(tmp_path / name)
+
+
+def test_books_with_a_host_tier_are_not_replayed(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace") as writer:
+        writer.begin(replace(sliding().config, tiers=TierConfig(8, 4, 4, 2, 8)))
+    with pytest.raises(TraceError, match="trace.*host tier"):
+        replay(tmp_path / "trace")
 
 
 @pytest.mark.parametrize(

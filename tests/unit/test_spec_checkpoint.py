@@ -108,6 +108,12 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "relu"}, "relu"),
     ({"intermediate_size": None}, "KeyError: 'intermediate_size'"),
     ({"draft_vocab_size": 97}, "draft_vocab_size 97"),
+    ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads 0"),
+    ({"num_key_value_heads": 3}, "a multiple of the 3 KV heads"),
+    ({"intermediate_size": 0}, "intermediate_size 0"),
+    ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings 0"),
     ({"architectures": ["MedusaModel"], "eagle_config": None, "draft_vocab_size": None}, "neither an EAGLE-3 nor"),
 ]
 
@@ -160,6 +166,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(eagle: Path, change: Any, m
 
 
 def test_dflash_faults(dflash: Path) -> None:
+    inner = {"target_layer_ids": [1, 3], "mask_token_id": 5}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"block_size": 0}, "block_size 0"),
         ({"dflash_config": {"target_layer_ids": [1, 3]}}, "mask_token_id is not set"),
@@ -167,6 +174,13 @@ def test_dflash_faults(dflash: Path) -> None:
         ({"dflash_config": {"target_layer_ids": [1, 6], "mask_token_id": 5}}, "hidden states"),
         ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0}, "sliding_window 0"),
+        ({"dflash_config": {**inner, "input_embedding_scale": 0}}, "input_embedding_scale 0"),
+        ({"dflash_config": {**inner, "input_embedding_scale": float("inf")}}, "input_embedding_scale inf"),
+        ({"rope_theta": 0}, "rope_theta 0"),
+        ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear.*factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "linear.*factor"),
     ]
     original = (dflash / "config.json").read_text()
     for changes, message in cases:

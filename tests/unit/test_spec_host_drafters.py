@@ -205,6 +205,10 @@ def test_dflash_statistics() -> None:
     prep = prepare_dflash([5, 5], [100, 30], block_size=8, vocab_size=1000)
     assert (prep.max_top_k, prep.uniform_top_k, prep.committed_sum, prep.next_sum) == (5, 5, 130, 146)
     assert prepare_dflash([5, 0], [1, 1], block_size=8, vocab_size=1000).max_top_k == 1000
+    with pytest.raises(ValueError, match="one value per row"):
+        prepare_dflash([5, 5, 5], [1], block_size=8, vocab_size=10)
+    with pytest.raises(ValueError, match="one value per row"):
+        prepare_eagle([0, 1], [1], [16], draft_tokens=2, width_tokens=32)
     assert prepare_dflash([5, 0], [1, 1], block_size=8, vocab_size=1000).uniform_top_k is None
     assert prepare_dflash([-1, 0], [1, 1], block_size=8, vocab_size=1000).uniform_top_k == 1000
     assert prepare_dflash(np.array([], dtype=np.int64), [], block_size=8, vocab_size=9).uniform_top_k is None

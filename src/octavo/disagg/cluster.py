@@ -32,10 +32,17 @@ class PartDown(UserError):
     code = "cluster_part_down"
 
 
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def keep_port(host: str) -> socket.socket:
+    """A free port of `host`, bound and not listened on: as long as the socket lives nobody else is given it, and a
+    server (they all set SO_REUSEADDR) can listen on it, again after it died."""
+    kept = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((host, 0))
+    return kept
+
+
+def port_of(kept: socket.socket) -> int:
+    return int(kept.getsockname()[1])
 
 
 def answers(url: str) -> bool:
@@ -52,7 +59,8 @@ class Place:
 
     def __init__(self, role: str, flags: list[str], environment: dict[str, str], host: str | None) -> None:
         self.host = host or _node_address()
-        self.port, self.bootstrap_port = free_port(self.host), free_port(self.host)
+        self._kept = keep_port(self.host), keep_port(self.host)
+        self.port, self.bootstrap_port = map(port_of, self._kept)
         self.starts = 0
         self._environment = os.environ | environment
         self._command = [sys.executable, "-m", "octavo", "serve", "--role", role, *flags, "--host", self.host,
@@ -128,13 +136,13 @@ def up(flags: Sequence[str], *, prefill: int, decode: int, ray_address: str, rou
     stop = _Stop()
     process: subprocess.Popen[bytes] | None = None
     try:
-        with stop:
+        with stop, contextlib.ExitStack() as keep:
             ray.get([place.ensure.remote() for place in places])
             for place, wrong in zip(places, ray.get([p.wait_ready.remote(READY_S) for p in places]), strict=True):
                 if wrong:
                     raise PartDown(f"the server at {ray.get(place.address.remote())[0]} did not start: {wrong}")
             addresses = ray.get([place.address.remote() for place in places])
-            process = _start_router(addresses[:prefill], addresses[prefill:], router)
+            process = _start_router(addresses[:prefill], addresses[prefill:], router, keep)
             _watch(ray, places, process, stop)
         return 130 if stop.number == signal.SIGINT else 0
     finally:
@@ -169,15 +177,18 @@ class _Stop:
             signal.signal(number, handler)
 
 
-def _start_router(prefills: list[tuple[str, int]], decodes: list[tuple[str, int]], at: tuple[str, int]
-                  ) -> subprocess.Popen[bytes]:
-    host, port = at[0], at[1] or free_port(at[0])
+def _start_router(prefills: list[tuple[str, int]], decodes: list[tuple[str, int]], at: tuple[str, int],
+                  keep: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    """`keep`: closed when the router is no longer needed."""
+    host = at[0]
+    port = at[1] or port_of(keep.enter_context(keep_port(host)))
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     for url, bootstrap_port in prefills:
         command += ["--prefill", url, str(bootstrap_port)]
     for url, _ in decodes:
         command += ["--decode", url]
-    command += ["--host", host, "--port", str(port), "--prometheus-port", str(free_port("127.0.0.1")), *ROUTER_FLAGS]
+    command += ["--host", host, "--port", str(port), *ROUTER_FLAGS]
+    command += ["--prometheus-port", str(port_of(keep.enter_context(keep_port("127.0.0.1"))))]
     process = subprocess.Popen([*command, "--log-level", "warn"], stdin=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 60
     while not answers(f"http://{host}:{port}/readiness"):

@@ -56,9 +56,11 @@ class DecodeSide:
     role = "decode"
 
     def __init__(
-        self, core: EngineCore, hub: Hub, transport: Transport, *, room_timeout_s: float, quarantine_after_s: float
+        self, core: EngineCore, hub: Hub, transport: Transport, *, room_timeout_s: float, quarantine_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._core, self._hub, self._transport = core, hub, transport
+        """`clock`: seconds that only grow; every deadline and every measured time is by it."""
+        self._core, self._hub, self._transport, self._clock = core, hub, transport, clock
         self._timeout_s, self._quarantine_after_s = room_timeout_s, quarantine_after_s
         self.layout = layout_of(core.parts)
         self.regions = regions_of(core.parts)
@@ -105,7 +107,7 @@ class DecodeSide:
         boot = call.bootstrap
         if boot is None:
             raise RequestError("bootstrap_room: none was given", param="bootstrap_room")
-        now = time.monotonic()
+        now = self._clock()
         peer = f"{boot.host}:{boot.port}"
         room = Room(request, boot.rooms[request.choice], peer, now + self._timeout_s)
         self._rooms.add(room.room)
@@ -127,11 +129,11 @@ class DecodeSide:
         return bool(self._line or self._moving or self._draining)
 
     def has_news(self) -> bool:
-        return self._changed or self._hub.has_mail() or (self.open and time.monotonic() >= self._tick_s)
+        return self._changed or self._hub.has_mail() or (self.open and self._clock() >= self._tick_s)
 
     def patience_s(self) -> float | None:
         """How long the loop may sleep; None: until somebody calls."""
-        return max(0.0, self._tick_s - time.monotonic()) if self.open else None
+        return max(0.0, self._tick_s - self._clock()) if self.open else None
 
     def busy_elsewhere(self) -> bool:
         """Rows or pages are leased to transfers: they come back without any step."""
@@ -141,7 +143,7 @@ class DecodeSide:
         self._changed = False
         for peer, message in self._hub.receive():
             self._hear(peer, message)
-        now = time.monotonic()
+        now = self._clock()
         for room in list(self._moving.values()):
             self._advance(room, now)
         self._drain(now)
@@ -167,7 +169,7 @@ class DecodeSide:
             if isinstance(message, p.Pages):
                 self._announced(room, message)
             elif isinstance(message, p.Computed):
-                room.computed, room.computed_s = message, time.monotonic()
+                room.computed, room.computed_s = message, self._clock()
             elif isinstance(message, p.Kept):
                 self._confirmed(room, message)
             else:
@@ -193,7 +195,7 @@ class DecodeSide:
         self._forget(peer, welcome.address)
         for room in self._draining:  # a new life of the server: the former one's reads are final
             if room.peer == peer and room.gone_final_s is None and _other(room, welcome.address):
-                room.gone_final_s = time.monotonic()
+                room.gone_final_s = self._clock()
 
     def _forget(self, peer: str, address: str | None) -> None:
         """A server is read from `address` now; what the transport keeps for its former life goes."""
@@ -211,7 +213,7 @@ class DecodeSide:
             self._forget(peer, None)
             for room in self._draining:
                 if room.peer == peer and room.gone_final_s is None:
-                    room.gone_final_s = time.monotonic()
+                    room.gone_final_s = self._clock()
 
     def _fail_all(self, peer: str, error: OctavoError) -> None:
         for room in [r for r in (*self._line, *self._moving.values()) if r.peer == peer]:
@@ -285,7 +287,7 @@ class DecodeSide:
             raise LawViolation(14, "a room in line for landing has no lease", row=room.row, room=room.room)
         del self._moving[room.room, room.attempt]
         room.move(Phase.RUNNING)
-        now = time.monotonic()
+        now = self._clock()
         self.tally.moved(room.moved_bytes, now - room.transfer_started_s, room.read_s, now - room.computed_s)
         request = room.request
         request.cached_tokens = max(request.cached_tokens, computed.cached_tokens)
@@ -372,7 +374,7 @@ class DecodeSide:
         room.attempt = self._attempt
         size = ledger.page_size
         room.start(got.row, got.generation, fill, got.cached_tokens, got.tail_start_tokens, size,
-                   ledger.swa_table is not None)
+                   ledger.swa_table is not None, self._clock())
         for pool, region in self.regions.items():
             skipped = room.next_full if pool == "full" else room.next_swa
             self.tally.skipped_bytes += skipped * region.page_bytes
@@ -396,7 +398,7 @@ class DecodeSide:
         room = self._by_request.pop(id(request), None)
         if room is None:
             return
-        now = time.monotonic()
+        now = self._clock()
         self._rooms.discard(room.room)
         self._tombstones.add(room.room, now)
         was = room.phase
@@ -440,7 +442,7 @@ class DecodeSide:
         """The core has ended every request. Reads get `wait_s` to become final, then their pages are quarantined."""
         until_s = time.monotonic() + wait_s
         while self._draining and time.monotonic() < until_s:
-            self._drain(time.monotonic())
+            self._drain(self._clock())
             if self._draining:
                 time.sleep(0.01)
         for room in self._draining:

@@ -64,8 +64,10 @@ class PrefillSide:
 
     role = "prefill"
 
-    def __init__(self, core: EngineCore, hub: Hub, transport: Transport, *, room_timeout_s: float) -> None:
-        self._core, self._hub, self._transport = core, hub, transport
+    def __init__(self, core: EngineCore, hub: Hub, transport: Transport, *, room_timeout_s: float,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds that only grow; every deadline is by it."""
+        self._core, self._hub, self._transport, self._clock = core, hub, transport, clock
         self._timeout_s = room_timeout_s
         self.layout = layout_of(core.parts)
         self.regions = regions_of(core.parts)
@@ -119,7 +121,7 @@ class PrefillSide:
 
     def arrive(self, request: Request, call: EngineRequest) -> None:
         room = rooms_of(call)[request.choice]
-        offer = Offer(request, room, time.monotonic() + self._timeout_s)
+        offer = Offer(request, room, self._clock() + self._timeout_s)
         self._rooms[room] = self._by_request[id(request)] = offer
         for key in [k for k in self._orphans if k[1] == room]:
             self._match(offer, key[0], self._orphans.pop(key)[0])
@@ -138,7 +140,7 @@ class PrefillSide:
         size = self.layout.page_size
         offer.first_full = want.prefix_tokens // size
         offer.first_swa = max(want.prefix_tokens, want.tail_start_tokens) // size
-        offer.deadline_s = time.monotonic() + self._timeout_s
+        offer.deadline_s = self._clock() + self._timeout_s
         self._move(offer, Phase.COMPUTING)
         with self._lock:
             self._keeping[peer, want.room, want.attempt] = True
@@ -172,7 +174,7 @@ class PrefillSide:
         self._announce(offer, final=token is not None)
         if token is None:
             return False
-        offer.deadline_s = time.monotonic() + self._timeout_s
+        offer.deadline_s = self._clock() + self._timeout_s
         seed = seed_bytes(self._core.parts.drafter, request.row)
         logprob = None
         if logprobs:
@@ -214,7 +216,7 @@ class PrefillSide:
         offer = self._by_request.pop(id(request), None)
         if offer is None:
             return
-        now = time.monotonic()
+        now = self._clock()
         del self._rooms[offer.room]
         self._tombstones.add(offer.room, now)
         done = offer.phase is Phase.OFFERED and reason in ("stop", "length")
@@ -245,11 +247,11 @@ class PrefillSide:
         return bool(self._rooms or self._ended or self._orphans)
 
     def has_news(self) -> bool:
-        return self._hub.has_mail() or (self.open and time.monotonic() >= self._tick_s)
+        return self._hub.has_mail() or (self.open and self._clock() >= self._tick_s)
 
     def patience_s(self) -> float | None:
         """How long the loop may sleep; None: until somebody calls."""
-        return max(0.0, self._tick_s - time.monotonic()) if self.open else None
+        return max(0.0, self._tick_s - self._clock()) if self.open else None
 
     def busy_elsewhere(self) -> bool:
         """Rows or pages are held for readers: they come back without any step."""
@@ -258,7 +260,7 @@ class PrefillSide:
     def poll(self) -> None:
         for peer, message in self._hub.receive():
             self._hear(peer, message)
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._tick_s:
             self._tick_s = now + TICK_S
             self._expire(now)
@@ -288,7 +290,7 @@ class PrefillSide:
         elif len(self._orphans) >= ORPHAN_LIMIT:
             self._hub.send(peer, p.Gone(want.room, want.attempt, "too many rooms without a request", 503))
         else:
-            self._orphans[peer, want.room] = (want, time.monotonic() + self._timeout_s)
+            self._orphans[peer, want.room] = (want, self._clock() + self._timeout_s)
 
     def _of(self, peer: str, room: int, attempt: int) -> Offer | None:
         """The live offer that a message is about; None for a former attempt or somebody else's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from octavo.disagg import protocol as p
@@ -43,14 +42,14 @@ class Room:
         self.phase = move(DECODE_MOVES, self.room, self.phase, phase)
 
     def start(self, row: int, generation: int, fill_tokens: int, cached_tokens: int, tail_start_tokens: int,
-              page_size: int, has_swa: bool) -> None:
+              page_size: int, has_swa: bool, now_s: float) -> None:
         """Pages are leased."""
         self.row, self.generation, self.fill_tokens = row, generation, fill_tokens
         self.last_page = ceil_pages(fill_tokens, page_size)
         self.next_full = cached_tokens // page_size
         self.next_swa = max(cached_tokens, tail_start_tokens) // page_size
         self.has_swa = has_swa
-        self.transfer_started_s = time.monotonic()
+        self.transfer_started_s = now_s
 
     def takes(self, pages: p.Pages) -> bool:
         """Whether an announcement is the next one of its pool and inside the row."""

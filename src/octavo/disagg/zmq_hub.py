@@ -27,6 +27,7 @@ from octavo.errors import ConfigError
 
 BEAT_S = 1.0
 SILENT_S = 2 * BEAT_S + 0.5  # two beats missed, and half a second for a busy machine
+LATE_BEATS = 0.25  # who looks so much too late was stopped, perhaps the whole machine was: no silence of others
 CONNECT_S = 3.0  # until the first sign of life of a server that was greeted
 SUSPECT_S = 120.0  # so long a silent server's port is looked at once a beat
 _HEADER = struct.Struct("<QQ")  # incarnation of the sender, of the receiver (0: not known yet)
@@ -185,8 +186,8 @@ class ZmqHub:
 
     def _beat(self, now: float, late_s: float) -> None:
         for name, peer in list(self._peers.items()):
-            if late_s > BEAT_S:
-                peer.heard_s += late_s  # we were stopped ourselves: their beats may be waiting to be read
+            if late_s > LATE_BEATS * BEAT_S:
+                peer.heard_s = min(now, peer.heard_s + late_s)  # we were stopped: beats may be waiting to be read
             age_s = now - peer.heard_s
             if peer.reached and age_s > SILENT_S:
                 self._down(name, f"no sign of life for {age_s:.1f} s", final=self._refuses(name))

@@ -10,13 +10,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.errors import OutOfPages
+from octavo.errors import OutOfPages, UserError
 from octavo.kv import balance
 from octavo.kv.books import LedgerConfig, OutOfRows
 from octavo.kv.ledger import Ledger
 from octavo.kv.policy import load_policy
 
 CHECK_EVERY_CALLS = 64
+
+
+class TraceError(UserError):
+    """A file that is not a trace of this version."""
+
+    code = "invalid_trace"
 
 
 @dataclass(eq=False)
@@ -47,12 +53,21 @@ class _Replay:
     def run(self, calls: Iterable[dict[str, Any]]) -> None:
         for call in calls:
             self.calls += 1
-            entry = getattr(self, "on_" + str(call.get("call")), None)
-            if entry is not None:
-                entry(call)
+            self.follow(call)
             if self.calls % CHECK_EVERY_CALLS == 0:
                 self.violations += len(balance.check(self.ledger, deep=False))
         self.violations += len(balance.check(self.ledger))
+
+    def follow(self, call: dict[str, Any]) -> None:
+        name = call.get("call")
+        entry = getattr(self, f"on_{name}", None)
+        if entry is None:
+            raise TraceError(f"call {self.calls} of the trace: {name!r} is no call of a ledger")
+        try:
+            entry(call)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"call {self.calls} of the trace, {name}: a field is missing or wrong ({error})"
+            raise TraceError(reason) from error
 
     def live(self, rows: list[int]) -> list[_Request]:
         found = [self.by_row[row] for row in rows if row in self.by_row]
@@ -255,14 +270,15 @@ def replay_calls(
     """Replay calls. Pools keep their size in tokens when only the page size changes.
 
     Returns calls, requests, hits (tokens), queried_tokens, hit_rate, preemptions, resumed, waiting_at_end,
-    peak_pages per pool, evicted_pages, violations, and the sizes used. Raises `ConfigError`.
+    peak_pages per pool, evicted_pages, violations, and the sizes used. Raises `ConfigError`, `TraceError`.
     """
-    p = page_size or config.page_size
-    full = num_pages or max(1, config.full_pages * config.page_size // max(p, 1))
+    p = config.page_size if page_size is None else page_size
+    full = max(1, config.full_pages * config.page_size // max(p, 1)) if num_pages is None else num_pages
     # Two pages of slack in the sliding pool's bound do not scale with the page size.
-    swa = swa_pages or (-(-config.swa_pages * config.page_size // max(p, 1)) + 2 if config.swa_pages else 0)
-    if not page_size and not swa_pages:
-        swa = config.swa_pages
+    swa = swa_pages
+    if swa is None:
+        scaled = -(-config.swa_pages * config.page_size // max(p, 1)) + 2 if config.swa_pages else 0
+        swa = config.swa_pages if page_size is None else scaled
     sized = replace(config, page_size=p, full_pages=full, swa_pages=swa)
     policy = load_policy(evict_policy) if isinstance(evict_policy, str) else evict_policy
     state = _Replay(sized, policy)

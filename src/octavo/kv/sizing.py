@@ -32,6 +32,9 @@ class DecodeReserve:
     commit_lag: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (("footprint", self.footprint), ("commit_lag", self.commit_lag)):
+            if not isinstance(value, (int, np.integer)):
+                raise ReserveError(name, value, "a whole number of tokens")
         if self.footprint < 1:
             raise ReserveError("footprint", self.footprint, "a step writes at least one position")
         if not 0 <= self.commit_lag <= self.footprint:
@@ -110,9 +113,9 @@ class AllocLens(NamedTuple):
     needed_tokens: int
 
 
-def decode_watermark(allocated: int, known: int, reserve: int, page_size: int) -> int:
+def decode_watermark(allocated: int, known: int, reserve: DecodeReserve | int, page_size: int) -> int:
     """Law 4 for one row, in tokens: max(allocated, ceil_p(known + reserve))."""
-    return max(allocated, ceil_p(known + reserve, page_size))
+    return max(allocated, ceil_p(known + reserve_tokens(reserve), page_size))
 
 
 def page_aligned_decode_alloc_lens(
@@ -142,9 +145,12 @@ def page_aligned_decode_alloc_lens(
 
 
 def _length(request: Any, name: str) -> int:
-    """`request.kv.<name>` where it exists, else `request.<name>`."""
+    """`request.kv.<name>` where it exists, else `request.<name>`: a host integer (law 8), else `ConfigError`."""
     value = getattr(getattr(request, "kv", None), name, None)
-    return int(getattr(request, name) if value is None else value)
+    value = getattr(request, name) if value is None else value
+    if not isinstance(value, (int, np.integer)) or value < 0:
+        raise ConfigError(name, value, "a whole number of tokens from 0, on the host")
+    return int(value)
 
 
 def row_width_pages(context_tokens: int, largest_reserve_tokens: int, page_size: int) -> int:
@@ -155,9 +161,9 @@ def row_width_pages(context_tokens: int, largest_reserve_tokens: int, page_size:
 # --- sliding-window bounds -------------------------------------------------------------------------------------
 
 
-def swa_decode_bound_pages(window_tokens: int, reserve: int, page_size: int) -> int:
+def swa_decode_bound_pages(window_tokens: int, reserve: DecodeReserve | int, page_size: int) -> int:
     """Most SWA pages a decoding request holds: ceil((W + reserve)/p) + 2."""
-    return ceil_pages(window_tokens + reserve, page_size) + 2
+    return ceil_pages(window_tokens + reserve_tokens(reserve), page_size) + 2
 
 
 def swa_prefill_bound_pages(window_tokens: int, chunk_tokens: int, page_size: int, *, overlap: bool) -> int:
@@ -165,22 +171,32 @@ def swa_prefill_bound_pages(window_tokens: int, chunk_tokens: int, page_size: in
     return ceil_pages(window_tokens + (2 if overlap else 1) * chunk_tokens, page_size) + 2
 
 
-def min_swa_pages(window_tokens: int, reserve: int, chunk_tokens: int, page_size: int, *, overlap: bool) -> int:
+def min_swa_pages(
+    window_tokens: int, reserve: DecodeReserve | int, chunk_tokens: int, page_size: int, *, overlap: bool
+) -> int:
     """Smallest SWA pool that is accepted at start: one request, decoding or prefilling, can always go on."""
     q = 2 if overlap else 1
-    return ceil_pages(window_tokens + max(reserve, q * chunk_tokens), page_size) + 2
+    return ceil_pages(window_tokens + max(reserve_tokens(reserve), q * chunk_tokens), page_size) + 2
 
 
 # --- budgets ---------------------------------------------------------------------------------------------------
 
 
-def full_budget_pages(prompt_tokens: int, max_tokens: int, context_tokens: int, reserve: int, page_size: int) -> int:
+def full_budget_pages(
+    prompt_tokens: int, max_tokens: int, context_tokens: int, reserve: DecodeReserve | int, page_size: int
+) -> int:
     """Full-pool pages a request needs to run to its end, alone: ceil_p(min(context, prompt+max) − 1 + reserve)/p."""
-    return ceil_pages(min(context_tokens, prompt_tokens + max_tokens) - 1 + reserve, page_size)
+    return ceil_pages(min(context_tokens, prompt_tokens + max_tokens) - 1 + reserve_tokens(reserve), page_size)
 
 
 def swa_budget_pages(
-    full_pages: int, window_tokens: int, reserve: int, chunk_tokens: int, page_size: int, *, overlap: bool
+    full_pages: int,
+    window_tokens: int,
+    reserve: DecodeReserve | int,
+    chunk_tokens: int,
+    page_size: int,
+    *,
+    overlap: bool,
 ) -> int:
     """SWA pages a request needs: its full budget or its window's bound, whichever is smaller."""
     return min(full_pages, min_swa_pages(window_tokens, reserve, chunk_tokens, page_size, overlap=overlap))
@@ -193,7 +209,7 @@ def decode_admission_pages(
     tokens_left: int,
     clip_tokens: int,
     retractable_tokens: int,
-    reserve: int,
+    reserve: DecodeReserve | int,
     page_size: int,
 ) -> int:
     """Pages that admitting a request to decode must find:
@@ -202,7 +218,7 @@ def decode_admission_pages(
     """
     near = fill_tokens + reserved_decode_tokens
     far = fill_tokens + min(tokens_left, clip_tokens) - retractable_tokens
-    return ceil_pages(max(near, far) + reserve, page_size)
+    return ceil_pages(max(near, far) + reserve_tokens(reserve), page_size)
 
 
 # --- pool sizes ------------------------------------------------------------------------------------------------

@@ -16,18 +16,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from octavo.errors import ConfigError, UserError
+from octavo.errors import ConfigError
 from octavo.kv.books import LedgerConfig
-from octavo.kv.replay import replay_calls
+from octavo.kv.replay import TraceError, replay_calls
 
 FORMAT = 1
 _LOG = logging.getLogger("octavo.trace")
-
-
-class TraceError(UserError):
-    """A file that is not a trace of this version."""
-
-    code = "invalid_trace"
 
 
 class TraceWriter:
@@ -88,14 +82,21 @@ def _plain(value: Any) -> Any:
 
 def read_trace(path: str | Path) -> tuple[LedgerConfig, Iterator[dict[str, Any]]]:
     """The configuration and the calls of a trace. Raises `TraceError` naming file and line."""
-    with open(path, encoding="utf-8") as file:
-        lines = [_parsed(path, number, text) for number, text in enumerate(file, 1) if text.strip()]
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [_parsed(path, number, text) for number, text in enumerate(file, 1) if text.strip()]
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not text ({error})") from error
     if not lines or lines[0].get("octavo_trace") != FORMAT:
         raise TraceError(f"{path}: not an Octavo KV trace of format {FORMAT}")
     try:
         config = LedgerConfig(**lines[0]["config"])
     except (KeyError, TypeError) as error:
         raise TraceError(f"{path}: the first line holds no configuration of this version ({error})") from error
+    if config.tiers is not None:
+        raise TraceError(f"{path}: of books with a host tier; those cannot be replayed")
     return config, iter(lines[1:])
 
 

@@ -13,6 +13,7 @@ The layouts disagree on two keys of one name, so which one a file has matters:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,15 @@ class LayerShape:
     rms_eps: float = 1e-5
     activation: Literal["silu", "gelu_tanh"] = "silu"
     attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} {getattr(self, name)}: at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} heads: a multiple of the {self.num_kv_heads} KV heads")
+        if not 0 <= self.rms_eps < math.inf:
+            raise ModelError(f"rms_norm_eps {self.rms_eps}: a finite number from 0")
 
     @property
     def q_width(self) -> int:
@@ -106,6 +116,11 @@ class DFlashConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_NODES:
             raise ModelError(f"block_size {self.block_size}: allowed 1 to {MAX_NODES}")
+        narrow = [window for window in self.windows if window is not None and window < 1]
+        if narrow:
+            raise ModelError(f"sliding_window {narrow[0]}: at least 1")
+        if not math.isfinite(self.embed_scale) or self.embed_scale == 0:
+            raise ModelError(f"input_embedding_scale {self.embed_scale}: a finite number, not 0")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -194,6 +209,8 @@ def _shape(keys: Mapping[str, Any]) -> LayerShape:
     hidden, heads = int(keys["hidden_size"]), int(keys["num_attention_heads"])
     kv_heads = keys.get("num_key_value_heads")
     head_dim = keys.get("head_dim")
+    if heads < 1:
+        raise ModelError(f"num_attention_heads {heads}: at least 1")
     act = str(keys.get("hidden_act", "silu"))
     if act not in ("silu", "gelu_pytorch_tanh"):
         raise ModelError(f"hidden_act {act!r}: allowed silu, gelu_pytorch_tanh")
@@ -211,6 +228,8 @@ def _shape(keys: Mapping[str, Any]) -> LayerShape:
 
 def _context(keys: Mapping[str, Any]) -> int | None:
     value = keys.get("max_position_embeddings")
+    if value is not None and int(value) < 1:
+        raise ModelError(f"max_position_embeddings {value}: at least 1")
     return None if value is None else int(value)
 
 
@@ -297,12 +316,16 @@ def _rope(keys: Mapping[str, Any]) -> RopeConfig | None:
     if theta is None and kind == "default":
         return None
     theta = 10000.0 if theta is None else float(theta)
+    if not 0 < theta < math.inf:
+        raise ModelError(f"rope_theta {theta}: a finite number above 0")
     if kind == "default":
         return RopeConfig(theta)
     if kind not in ("linear", "llama3", "yarn"):
         raise ModelError(f"rope_type {kind!r}: allowed default, linear, llama3, yarn")
     numbers = {k: float(v) for k, v in scaling.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     numbers.pop("rope_theta", None)
+    if not 0 < numbers.get("factor", 0) < math.inf:
+        raise ModelError(f"rope_type {kind}: a factor above 0 is needed, got {scaling.get('factor')}")
     return RopeConfig(theta, scaling=kind, params=numbers)
 
 

@@ -64,6 +64,13 @@ def check_row_width(rows: np.ndarray, next_tokens: np.ndarray, width_tokens: int
         )
 
 
+def _same_length(**arrays: np.ndarray) -> None:
+    """One entry a row in each. Raises ValueError: numpy would stretch an array of one over all rows."""
+    if len({array.shape for array in arrays.values()}) != 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise ValueError(f"one value per row is needed, got {shapes}")
+
+
 def prepare_eagle(
     rows: Sequence[int] | np.ndarray,
     committed: Sequence[int] | np.ndarray,
@@ -81,6 +88,7 @@ def prepare_eagle(
     row = np.asarray(rows, dtype=np.int64)
     start = np.asarray(committed, dtype=np.int64)
     room = np.asarray(allocated, dtype=np.int64)
+    _same_length(rows=row, committed=start, allocated=room)
     check_row_width(row, room, width_tokens)
     short = start + draft_tokens > room
     if short.any():
@@ -114,6 +122,7 @@ def prepare_dflash(
     top_k = np.asarray(top_ks, dtype=np.int64)
     top_k = np.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
     lengths = np.asarray(committed, dtype=np.int64)
+    _same_length(top_ks=top_k, committed=lengths)
     largest = int(top_k.max(initial=0))
     uniform = largest if top_k.size and int(top_k.min()) == largest else None
     total = int(lengths.sum())
