@@ -65,7 +65,7 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_s: float = 20.0) -> Any:
+    def wait_for(self, expression: str, timeout_s: float = 90.0) -> Any:
         """The expression's value once it is true."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def browser(profile: Path) -> Iterator[Page]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -14,6 +14,7 @@ from octavo import AsyncLLM, SamplingParams
 from octavo.errors import ContextLengthExceeded, EngineDead, RequestError
 from tests.tiny import engine
 
+SLOW_S = "0.01"  # of a step: an answer of 400 tokens takes 4 s on any machine
 OPTIONS: dict[str, Any] = {"draft": "none", "kv_memory": "64MiB", "threads": 1, "check_books": True}
 
 
@@ -47,7 +48,8 @@ def test_generates_what_the_engine_does() -> None:
     with_llm(work)
 
 
-def test_aborts() -> None:
+def test_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_TEST_STEP_S", SLOW_S)
     long = SamplingParams(max_tokens=400, ignore_eos=True)
 
     async def work(llm: AsyncLLM) -> None:
@@ -62,9 +64,7 @@ def test_aborts() -> None:
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        for _ in range(100):
-            if not (await llm.kv_report())["rows"]:
-                break
+        while (await llm.kv_report())["rows"]:
             await asyncio.sleep(0.02)
 
     with_llm(work)
@@ -82,7 +82,9 @@ def test_errors_are_typed() -> None:
     with_llm(work)
 
 
-def test_a_killed_engine_is_an_error_and_close_is_final() -> None:
+def test_a_killed_engine_is_an_error_and_close_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_TEST_STEP_S", SLOW_S)
+
     async def run() -> None:
         llm = AsyncLLM(core="tests.api.cores:tiny", **OPTIONS)
         await llm.start()

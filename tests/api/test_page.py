@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with requests that take long enough to be looked at."""
+    """A server with requests that take long enough to be looked at: 24 s."""
     folder = tmp_path_factory.mktemp("lively")
-    with running(folder, env={"OCTAVO_TEST_STEP_S": "0.03"}, api_key="page-key", num_pages=600) as server:
+    with running(folder, env={"OCTAVO_TEST_STEP_S": "0.08"}, api_key="page-key", num_pages=600) as server:
         yield server
 
 
@@ -79,5 +79,5 @@ def test_page_in_a_browser(lively: Server, tmp_path: Path) -> None:
         assert all("401" in line for line in page.console), "no error but the first fetches, without a key"
     lively.post("/abort_request", {"abort_all": True})
     for thread in load:
-        thread.join(30)
+        thread.join(120)
     assert (ARTEFACTS / "kv-phone-light.png").stat().st_size > 10_000

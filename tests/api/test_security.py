@@ -84,7 +84,7 @@ def test_request_ids(server: Server) -> None:
 
 def raw(server: Server, data: bytes) -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)

@@ -55,14 +55,14 @@ def test_two_engines_write_what_one_writes(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "dflash", "ngram+eagle3"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_with_drafts(
     kind: str, name: str, page_size: int, alone: dict[str, list[list[int]]], drafts: dict[str, str]
 ) -> None:
     options: dict[str, Any] = {"draft": name, "draft_adaptive": False}
     if name != "ngram":
-        options["draft_model"] = drafts[f"{kind}-{name}"]
+        options["draft_model"] = drafts[f"{kind}-{name.removeprefix('ngram+')}"]
     pair = Pair(kind, page_size=page_size, max_batched_tokens=48, **options)
     assert ask_all(pair) == alone[kind]
     assert ask_all(pair, "warm") == alone[kind]
@@ -172,13 +172,10 @@ def test_pressure_on_the_decode_side_retracts_and_resumes(page_size: int) -> Non
     expected = [solo("gemma3", p, long) for p in given]
     pair = Pair("gemma3", page_size=page_size, max_model_len=128,
                 decode={"num_pages": 192 // page_size, "num_swa_pages": 200 // page_size}, max_batched_tokens=64)
-    for turn in range(6):  # how many rooms arrive before the first one ends depends on the machine
-        for i, tokens in enumerate(given):
-            pair.ask(f"r{turn}.{i}", tokens, long)
-        pair.run()
-        assert [pair.tokens(f"r{turn}.{i}") for i in range(len(given))] == expected
-        if pair.decode.scheduler.preemptions:
-            break
+    for i, tokens in enumerate(given):
+        pair.ask(f"r{i}", tokens, long)
+    pair.run()
+    assert [pair.tokens(f"r{i}") for i in range(len(given))] == expected
     assert pair.decode.scheduler.preemptions > 0
     pair.close()
 

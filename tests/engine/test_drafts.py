@@ -59,6 +59,8 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:
     if name in ("eagle3", "dflash"):
         return {"draft": name, "draft_model": drafts[f"{kind}-{name}"], "draft_adaptive": False}
+    if name.startswith("ngram+"):
+        return {"draft": name, "draft_model": drafts[f"{kind}-{name.removeprefix('ngram+')}"]}
     if name == "tree":
         return {"draft": "eagle3", "draft_model": drafts[f"{kind}-eagle3"], "draft_adaptive": False,
                 "draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}  # fmt: skip
@@ -69,7 +71,7 @@ def options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash"])
+@pytest.mark.parametrize("name", ["scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_text_with_drafts_equals_plain_text(
     kind: str, overlap: bool, name: str, page_size: int, plain: dict[str, list[list[int]]], drafts: dict[str, str]
@@ -80,7 +82,7 @@ def test_text_with_drafts_equals_plain_text(
     assert run(core, calls) == plain[kind]  # and warm
 
 
-@pytest.mark.parametrize("name", ["scripted", "eagle3", "tree", "dflash"])
+@pytest.mark.parametrize("name", ["scripted", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash"])
 def test_text_with_drafts_under_pressure(name: str, drafts: dict[str, str]) -> None:
     long = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     given = prompts(5, seed=4, low=3, high=20)

@@ -154,6 +154,8 @@ def test_the_host_tier_bounds_the_context() -> None:
 def draft_options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:
     if name in ("eagle3", "dflash"):
         return {"draft": name, "draft_model": drafts[f"{kind}-{name}"], "draft_adaptive": False}
+    if name.startswith("ngram+"):
+        return {"draft": name, "draft_model": drafts[f"{kind}-{name.removeprefix('ngram+')}"]}
     if name == "tree":
         return {"draft": "eagle3", "draft_model": drafts[f"{kind}-eagle3"], "draft_adaptive": False,
                 "draft_steps": 3, "draft_topk": 3, "draft_tokens": 8}  # fmt: skip
@@ -178,7 +180,7 @@ def draft_prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash"])
+@pytest.mark.parametrize("name", ["scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3"])
 def test_drafts_do_not_change_the_text(
     kind: str, overlap: bool, name: str, wide_texts: dict[str, list[list[int]]], drafts: dict[str, str]
 ) -> None:

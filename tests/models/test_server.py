@@ -17,7 +17,7 @@ import pytest
 from octavo.engine.process import DEFAULT_CORE
 from tests.api.serving import IDLE_S, Server, running
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
 
 WEATHER = {
     "type": "function",
@@ -184,7 +184,7 @@ def test_200_streaming_clients(smol: Server) -> None:
         return text
 
     async def run() -> None:
-        async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=200)) as client:
+        async with httpx.AsyncClient(timeout=900, limits=httpx.Limits(max_connections=200)) as client:
             solo = [await ask(client, number) for number in range(len(prompts))]
             started = time.monotonic()
             crowd = await asyncio.gather(*(ask(client, number) for number in range(200)))

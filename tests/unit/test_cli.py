@@ -22,7 +22,7 @@ def run(*arguments: str, stdin: bytes = b"", **environ: str) -> subprocess.Compl
         [sys.executable, "-m", "octavo", *arguments],
         input=stdin,
         capture_output=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | environ,
         check=False,
     )

@@ -164,7 +164,7 @@ def test_ctrl_c_ends_the_answer_cleanly(model: Path) -> None:
     first = process.stdout.read(1)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     text = (first + out).decode(errors="replace")
     assert process.returncode == 130, err.decode()
     assert " tokens · " in text and "full pool" in text
