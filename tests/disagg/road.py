@@ -142,6 +142,10 @@ class Road:
         """What was kept back arrives now."""
         self._deliver = True
 
+    @property
+    def delivered(self) -> bool:
+        return not self._deliver
+
     def close(self) -> None:
         """As when the machine at the other end dies: its port is closed, its connections end."""
         self._stop = True

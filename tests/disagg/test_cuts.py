@@ -7,16 +7,17 @@ from __future__ import annotations
 import concurrent.futures
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api.serving import Server, running, wait_ready
+from tests.api.serving import Server, running, until, wait_ready
+from tests.clock import running_time
 from tests.disagg.cores import TOKEN_BYTES
-from tests.disagg.processes import Trio, kill_tree, trio
+from tests.disagg.processes import Trio, kill_tree, rooms, trio
 from tests.disagg.road import Road, road
 
 WIDE = "tests.disagg.cores:wide"
@@ -47,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Calls:
-    """Requests in the background, with times."""
+    """Requests in the background, with times (tests/clock.py)."""
 
     def __init__(self, servers: Trio, way: Road | None) -> None:
         self.servers, self.port = servers, servers.bootstrap_port if way is None else way.port
@@ -59,26 +60,15 @@ class Calls:
                 "bootstrap_port": self.port, "bootstrap_room": next(_ROOMS)}
 
         def post(server: Server) -> tuple[httpx.Response, float]:
-            answer = server.post("/v1/completions", body, timeout=120)
-            return answer, time.monotonic()
+            answer = server.post("/v1/completions", body, timeout=240)
+            return answer, running_time.now()
 
         sides = {"prefill": self.servers.prefill, "decode": decode or self.servers.decode}
         return {name: self.pool.submit(post, server) for name, server in sides.items() if only in ("", name)}
 
 
-def until(what: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def rooms(server: Server) -> dict[str, int]:
-    return dict(server.get("/kv.json").json()["disaggregation"]["rooms"])
-
-
 def leased(server: Server) -> int:
-    return sum(pool["leased"] for pool in server.get("/kv.json").json()["pools"].values())
+    return sum(pool["leased"] for pool in server.books()["pools"].values())
 
 
 def read_in_the_middle(servers: Trio, way: Road, calls: Calls, *, decode: Server | None = None) -> dict[str, Any]:
@@ -107,8 +97,8 @@ def pair(tmp_path: Path) -> Iterator[tuple[Trio, Road, Calls]]:
 def freed(prefill: Server, since_s: float) -> None:
     """A prefill server holds nothing for a decode server that is gone, 5 s after it went."""
     until(lambda: not rooms(prefill))
-    assert time.monotonic() - since_s < 5.0
-    held = [pool["held"] for pool in prefill.get("/kv.json").json()["pools"].values()]
+    assert running_time.now() - since_s < 5.0
+    held = [pool["held"] for pool in prefill.books()["pools"].values()]
     assert sum(held) == 0, held
 
 
@@ -125,13 +115,13 @@ def test_prefill_killed_inside_a_read(pair: tuple[Trio, Road, Calls], tmp_path: 
     started = read_in_the_middle(servers, way, calls)
     kill_tree(servers.prefill)
     way.close()  # the port closes with the process
-    killed = time.monotonic()
+    killed = running_time.now()
     for name in ("during", "behind", "before"):
         answer, at = started[name]["decode"].result()
         assert answer.status_code == 502 and at - killed < 5.0, (name, answer.text, at - killed)
     assert text_of(started["after"]["decode"].result()[0]) == alone[SHORT], "it had been handed over"
     servers.check_at_rest()
-    pools = servers.decode.get("/kv.json").json()["pools"]
+    pools = servers.decode.books()["pools"]
     assert all(pool["quarantined"] == 0 for pool in pools.values()), "a dead process writes nothing any more"
     with running(tmp_path, role="prefill", served_model_name=("tiny",), bootstrap_port=servers.bootstrap_port,
                  check_books=True, **OPTIONS) as fresh:
@@ -150,13 +140,13 @@ def test_prefill_stopped_inside_a_read_for_forty_seconds(
     assert way.data is not None
     passed = way.data.passed_bytes
     kill_tree(servers.prefill, signal.SIGSTOP)
-    stopped = time.monotonic()
+    stopped = running_time.now()
     way.data.go_on()  # the network is well: what is missing is in the stopped process
     for name in ("during", "behind", "before"):
         answer, at = started[name]["decode"].result()
         assert answer.status_code == 502 and at - stopped < 5.0, (name, answer.text, at - stopped)
     assert text_of(started["after"]["decode"].result()[0]) == alone[SHORT]
-    while time.monotonic() < stopped + 40:
+    while running_time.now() < stopped + 40:
         assert leased(servers.decode) > 0, "no timeout ends a lease: its bytes may still come"
         assert passed <= way.data.passed_bytes < passed + 1500 * TOKEN_BYTES - CUT_BYTES
         time.sleep(1.0)
@@ -164,7 +154,7 @@ def test_prefill_stopped_inside_a_read_for_forty_seconds(
     wait_ready(servers.prefill)
     for prompt in LONG:
         warm(calls, alone, prompt)
-    servers.check_at_rest(60)
+    servers.check_at_rest()
 
 
 def test_decode_killed_inside_a_read(tmp_path: Path, alone: dict[str, str]) -> None:
@@ -173,7 +163,7 @@ def test_decode_killed_inside_a_read(tmp_path: Path, alone: dict[str, str]) -> N
         warm(calls, alone)
         read_in_the_middle(servers, way, calls)
         kill_tree(servers.decode)
-        killed = time.monotonic()
+        killed = running_time.now()
         freed(servers.prefill, killed)
         for prompt in LONG:
             warm(Calls(servers, None), alone, prompt, servers.decodes[1])
@@ -188,11 +178,11 @@ def test_decode_stopped_inside_a_read_for_forty_seconds(tmp_path: Path, alone: d
         started = read_in_the_middle(servers, way, calls)
         assert way.data is not None
         kill_tree(servers.decode, signal.SIGSTOP)
-        stopped = time.monotonic()
+        stopped = running_time.now()
         way.data.go_on()
         freed(servers.prefill, stopped)
         other = Calls(servers, None)
-        while time.monotonic() < stopped + 40:  # pages it was reading are used by others meanwhile
+        while running_time.now() < stopped + 40:  # pages it was reading are used by others meanwhile
             for prompt in LONG:
                 warm(other, alone, prompt, servers.decodes[1])
             time.sleep(8.0)
@@ -204,4 +194,4 @@ def test_decode_stopped_inside_a_read_for_forty_seconds(tmp_path: Path, alone: d
         assert text_of(started["after"]["decode"].result()[0]) == alone[SHORT], "it needs no prefill server any more"
         for prompt in LONG:
             warm(calls, alone, prompt)
-        servers.check_at_rest(60)
+        servers.check_at_rest()

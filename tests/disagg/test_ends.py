@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,27 +21,20 @@ from octavo.disagg.transport.base import Copy, Status, copies_of
 from octavo.disagg.transport.mooncake import MooncakeTransport
 from octavo.disagg.zmq_hub import ZmqHub
 from octavo.errors import ConfigError
-from tests.api.serving import ROOT, free_port
+from tests.api.serving import ROOT, free_port, until
 
 LAYOUT = p.Layout(1, "m", "w", 16, "float32", 4, 0, 2, 16, 0, "none", "little")
 
 
-def until(have: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not have():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def mail(hub: ZmqHub, timeout_s: float = 10.0) -> list[tuple[str, p.Message | p.PeerDown]]:
-    until(hub.has_mail, timeout_s)
+def mail(hub: ZmqHub) -> list[tuple[str, p.Message | p.PeerDown]]:
+    until(hub.has_mail)
     return hub.receive()
 
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_hub, "BEAT_S", 0.1)
-    monkeypatch.setattr(zmq_hub, "SILENT_S", 0.6)
+    monkeypatch.setattr(zmq_hub, "SILENT_S", 1.0)
     monkeypatch.setattr(zmq_hub, "CONNECT_S", 1.0)
 
 
@@ -74,7 +67,7 @@ def test_a_silent_peer_is_down_and_a_restarted_one_is_another(quick_beats: None)
     server, client = ZmqHub(("127.0.0.1", port)), ZmqHub(None)
     client.send(address, p.Hello(LAYOUT))
     mail(server)
-    time.sleep(1.0)
+    time.sleep(1.5)
     assert not client.has_mail(), "beats keep it up"
     server.close()
     (name, down), *_ = mail(client)
@@ -88,9 +81,25 @@ def test_a_silent_peer_is_down_and_a_restarted_one_is_another(quick_beats: None)
     again.close()
 
 
+@pytest.mark.parametrize("stopped_s", [0.5, 1.0, 1.9, 3.0, 60.0])
+@pytest.mark.parametrize("begun", [0.01, 0.5, 0.99])
+def test_a_machine_that_stood_still_takes_nobody_for_silent(stopped_s: float, begun: float) -> None:
+    """Both ends stop at once, `begun` of a beat behind ours; theirs was to come right then, and is not read yet."""
+    client = ZmqHub(None)
+    client.close()
+    ours_s = 1000.0
+    client._peers["other"] = zmq_hub._Peer(7, ours_s + begun - zmq_hub.BEAT_S, None, True)
+    now_s = ours_s + begun + stopped_s
+    client._dispatch = lambda name, message: None  # type: ignore[method-assign]
+    client._beat(now_s, now_s - ours_s - zmq_hub.BEAT_S)
+    assert "other" in client._peers and client._peers["other"].heard_s <= now_s
+    client._beat(now_s + 3 * zmq_hub.BEAT_S, 0.0)
+    assert "other" not in client._peers, "silence behind that counts"
+
+
 def test_nobody_there(quick_beats: None) -> None:
     client = ZmqHub(None)
-    client.send("127.0.0.1:9", p.Hello(LAYOUT))
+    client.send(f"127.0.0.1:{free_port()}", p.Hello(LAYOUT))
     (_, down), *_ = mail(client)
     assert isinstance(down, p.PeerDown) and "not reachable" in down.reason
     client.close()
@@ -152,7 +161,7 @@ def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
         here.register([local])
         targets, sources = list(range(0, 120, 2)), list(range(1, 121, 2))
         ticket = here.read(address, copies_of(local, remote, targets, sources))
-        until(lambda: ticket.status is not Status.PENDING, 30)
+        until(lambda: ticket.status is not Status.PENDING)
         assert ticket.status is Status.DONE, ticket.error
         assert woken and ticket.moved_bytes == 60 * 65536
         pages = memory.reshape(256, 8192)
@@ -161,7 +170,7 @@ def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
         assert (pages[1:120:2] == -1).all(), "pages between are untouched"
         os.kill(source.pid, signal.SIGSTOP)
         late = here.read(address, copies_of(local, remote, [200], [200]))
-        until(lambda: late.status is not Status.PENDING, 60)
+        until(lambda: late.status is not Status.PENDING)
         assert late.status is Status.UNKNOWN and (pages[200] == -1).all()
         os.kill(source.pid, signal.SIGCONT)
         deadline = time.monotonic() + 10
@@ -170,12 +179,12 @@ def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
         source.kill()
         source.wait()
         dead = here.read(address, copies_of(local, remote, [201], [201]))
-        until(lambda: dead.status is not Status.PENDING, 30)
+        until(lambda: dead.status is not Status.PENDING)
         assert dead.status is Status.UNKNOWN
         readers = [t for t in threading.enumerate() if t.name == f"read-{address}"]
         assert len(readers) == 1
         here.forget(address)
-        readers[0].join(10)
+        readers[0].join(60)
         assert not readers[0].is_alive(), "a former life of a server keeps no thread"
         here.close()
     finally:

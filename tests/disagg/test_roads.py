@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from octavo.disagg import protocol as p
-from tests.api.serving import Server, free_port, running
-from tests.disagg.processes import Trio, kill_tree, routing, trio
+from tests.api.serving import Server, free_port, running, until
+from tests.disagg.processes import Trio, kill_tree, rooms, routing, trio
 from tests.disagg.road import Road, road
-from tests.disagg.test_cuts import GREEDY, LONG, OPTIONS, Calls, leased, rooms, text_of, until, warm
+from tests.disagg.test_cuts import GREEDY, LONG, OPTIONS, Calls, leased, text_of, warm
 
 OTHER = "somebody else's prompt"
 ROOM_TIMEOUT_S = 20.0
@@ -50,7 +50,7 @@ def way(slow: Trio) -> Iterator[Road]:
         if built.data is not None:
             built.data.go_on()
         for server in (slow.prefill, slow.decode):
-            server.wait_idle(ROOM_TIMEOUT_S + 10)
+            server.wait_idle()
         slow.check_at_rest()
 
 
@@ -126,18 +126,21 @@ def test_abort_in_each_state_from_either_side(
     if side == "prefill" and state in ("waiting", "running"):  # everything is on the decode server: it goes on
         until(lambda: rooms(slow.decode) == {"running": 1})
         clients["decode"].leave()
-    slow.decode.wait_idle(30)  # the other half of a room hears that it is over
-    slow.prefill.wait_idle(30)
+    slow.decode.wait_idle()  # the other half of a room hears that it is over
+    slow.prefill.wait_idle()
     warm(Calls(slow, way), alone, OTHER)
 
 
 @pytest.mark.parametrize("state", ["arrived", "computing"])
 def test_abort_in_each_state_of_the_prefill_side(state: str, slow: Trio, way: Road, alone: dict[str, str]) -> None:
     calls = Calls(slow, way)
-    started = calls.ask(LONG[1] + state, only="prefill" if state == "arrived" else "")
-    until(lambda: rooms(slow.prefill) == {state: 1})
-    assert slow.prefill.post("/abort_request", {"abort_all": True}).json() == {"aborted": 1}
-    end = started["prefill"].result()[0]
+    with slow.holding():
+        started = calls.ask(LONG[1] + state, only="prefill" if state == "arrived" else "")
+        until(lambda: rooms(slow.prefill) == {state: 1})
+        if state == "computing":
+            until(lambda: slow.prefill.books()["rows"][0]["committed"] == 256)
+        assert slow.prefill.post("/abort_request", {"abort_all": True}).json() == {"aborted": 1}
+        end = started["prefill"].result()[0]
     assert end.status_code == 200 and end.json()["choices"][0]["finish_reason"] == "abort"
     if "decode" in started:
         answer, _ = started["decode"].result()
@@ -205,6 +208,7 @@ def test_late_metadata_of_a_former_room_is_not_taken_for_another(slow: Trio, way
     again = calls.ask(LONG[2])
     until(lambda: rooms(slow.decode) == {"waiting": 1})
     way.deliver()
+    until(lambda: way.delivered)
     time.sleep(0.2)
     way.lose = lambda message: False
     assert text_of(again["decode"].result()[0]) == alone[LONG[2]]
@@ -263,6 +267,6 @@ def test_the_router_tries_again_with_a_new_room(tmp_path: Path) -> None:
         with routing(tmp_path, servers.prefill, servers.bootstrap_port, servers.decodes, retries=True) as url:
             kill_tree(servers.decode)
             body = {**GREEDY, "prompt": OTHER, "max_tokens": 8}
-            answers = [httpx.post(url + "/v1/completions", json=body, timeout=60) for _ in range(6)]
+            answers = [httpx.post(url + "/v1/completions", json=body, timeout=200) for _ in range(6)]
             assert [text_of(answer) for answer in answers] == [wanted] * 6
         servers.check_at_rest()

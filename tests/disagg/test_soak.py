@@ -75,7 +75,7 @@ def test_soak(tmp_path: Path) -> None:
             for start in range(REQUESTS // 8, REQUESTS, 20):
                 list(pool.map(ask, range(start, min(start + 20, REQUESTS))))
                 memory.append(resident_bytes())
-        servers.check_at_rest(60)
+        servers.check_at_rest()
         assert not wrong, wrong
         assert right[0] > 0.85 * REQUESTS and lost[0] <= REQUESTS // 16, (right, lost)
         quarter = len(memory) // 4

@@ -16,7 +16,7 @@ import torch
 from octavo.engine.core import EngineCore
 from octavo.engine.request import EngineRequest, Request
 from octavo.params import SamplingParams
-from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
+from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch, kv_owner
 from octavo.spec.pending import BOUND_TOKENS
 from tests.engine.test_core import prompts, run
 from tests.engine.test_drafts import drafts
@@ -25,7 +25,7 @@ from tests.tiny import engine
 
 __all__ = ["drafts"]
 
-LEARNED = pytest.mark.parametrize("name", ["eagle3", "dflash"])
+LEARNED = pytest.mark.parametrize("name", ["eagle3", "dflash", "ngram+eagle3"])
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -51,7 +51,7 @@ class Auditor:
         self.core, self.seen, self.sizes = core, Counter[str](), []
         self.written: dict[int, int] = {}
         self.proposals: list[list[int]] = []
-        drafter = core.parts.drafter
+        drafter = kv_owner(core.parts.drafter)
         assert drafter is not None
         self._begin, self._observe, self._propose = drafter.begin, drafter.observe, drafter.propose
         drafter.begin, drafter.observe, drafter.propose = self.begin, self.observe, self.propose  # type: ignore
@@ -103,7 +103,8 @@ class Auditor:
 def audited(
     name: str, drafts: dict[str, str], every: int = 0, kind: str = "llama", **options: Any
 ) -> tuple[EngineCore, Auditor]:
-    core = engine(kind, draft=name, draft_model=drafts[f"{kind}-{name}"], **{"page_size": 4, **options})
+    weights = drafts[f"{kind}-{name.removeprefix('ngram+')}"]
+    core = engine(kind, draft=name, draft_model=weights, **{"page_size": 4, **options})
     core._adaptive = Lengths(every)  # type: ignore[assignment]
     return core, Auditor(core)
 
@@ -228,7 +229,7 @@ class Side:
     def close(self) -> None: ...
 
 
-@LEARNED
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_nothing_waits_when_a_chunk_may_be_transferred(
     name: str, drafts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
