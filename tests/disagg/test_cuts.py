@@ -140,13 +140,13 @@ def test_prefill_stopped_inside_a_read_for_forty_seconds(
     assert way.data is not None
     passed = way.data.passed_bytes
     kill_tree(servers.prefill, signal.SIGSTOP)
-    stopped = running_time.now()
+    stopped, until_s = running_time.now(), time.monotonic() + 40
     way.data.go_on()  # the network is well: what is missing is in the stopped process
     for name in ("during", "behind", "before"):
         answer, at = started[name]["decode"].result()
         assert answer.status_code == 502 and at - stopped < 5.0, (name, answer.text, at - stopped)
     assert text_of(started["after"]["decode"].result()[0]) == alone[SHORT]
-    while running_time.now() < stopped + 40:
+    while time.monotonic() < until_s:
         assert leased(servers.decode) > 0, "no timeout ends a lease: its bytes may still come"
         assert passed <= way.data.passed_bytes < passed + 1500 * TOKEN_BYTES - CUT_BYTES
         time.sleep(1.0)
@@ -178,11 +178,11 @@ def test_decode_stopped_inside_a_read_for_forty_seconds(tmp_path: Path, alone: d
         started = read_in_the_middle(servers, way, calls)
         assert way.data is not None
         kill_tree(servers.decode, signal.SIGSTOP)
-        stopped = running_time.now()
+        stopped, until_s = running_time.now(), time.monotonic() + 40
         way.data.go_on()
         freed(servers.prefill, stopped)
         other = Calls(servers, None)
-        while running_time.now() < stopped + 40:  # pages it was reading are used by others meanwhile
+        while time.monotonic() < until_s:  # pages it was reading are used by others meanwhile
             for prompt in LONG:
                 warm(other, alone, prompt, servers.decodes[1])
             time.sleep(8.0)

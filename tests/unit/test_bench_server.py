@@ -4,17 +4,56 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from octavo.bench import server_load
 from octavo.bench.server_load import Client, drive, percentiles
 from octavo.cli import main
 from octavo.errors import ConfigError, OctavoError
 
-FIRST_S, GAP_S, PIECES, TOKENS = 0.03, 0.01, 4, 8
+FIRST_S, GAP_S, PIECES, TOKENS = 0.25, 0.125, 4, 8  # sums of these are exact
+
+
+class Clock:
+    """What the client reads instead of a clock. Time passes only where the server says so, and not before the client
+    has looked at it for what it has been sent."""
+
+    def __init__(self) -> None:
+        self._now_s, self.looks = 0.0, 0
+        self._looked = threading.Condition()
+
+    def __call__(self) -> float:
+        with self._looked:
+            self.looks += 1
+            self._looked.notify_all()
+            return self._now_s
+
+    def pass_by(self, seconds: float, *, behind_looks: int) -> None:
+        with self._looked:
+            assert self._looked.wait_for(lambda: self.looks >= behind_looks, timeout=120)
+            self._now_s += seconds
+
+
+class Crowd:
+    """How many requests are served at once. Each waits until there are as many as are expected."""
+
+    def __init__(self, expected: int) -> None:
+        self.most = self._here = 0
+        self._all, self._lock = threading.Barrier(expected, timeout=120), threading.Lock()
+
+    def come(self) -> None:
+        with self._lock:
+            self._here += 1
+            self.most = max(self.most, self._here)
+        self._all.wait()
+
+    def go(self) -> None:
+        with self._lock:
+            self._here -= 1
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,10 +75,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        time.sleep(FIRST_S)
-        for _ in range(PIECES):
+        self.server.crowd.come()  # type: ignore[attr-defined]
+        clock: Clock = self.server.clock  # type: ignore[attr-defined]
+        looks = clock.looks
+        clock.pass_by(FIRST_S, behind_looks=looks)
+        for number in range(PIECES):
             self._event({"choices": [{"delta": {"content": "two tokens"}}]})
-            time.sleep(GAP_S)
+            clock.pass_by(GAP_S, behind_looks=looks + number + 1)
+        self.server.crowd.go()  # type: ignore[attr-defined]
         if prompt == "cut":
             return
         if prompt != "no usage":
@@ -59,9 +102,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen = []  # type: ignore[attr-defined]
+    server.seen, server.clock, server.crowd = [], Clock(), Crowd(1)  # type: ignore[attr-defined]
+    monkeypatch.setattr(server_load, "time", SimpleNamespace(perf_counter=server.clock))  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -75,25 +119,28 @@ def client_of(server: ThreadingHTTPServer, **changes: str) -> Client:
 
 
 def run(server: ThreadingHTTPServer, prompts: list[str], streams: int):  # type: ignore[no-untyped-def]
+    server.crowd = Crowd(streams)  # type: ignore[attr-defined]
     return drive(
         client_of(server), prompts, streams=streams, max_tokens=8, temperature=0.0, extra={}, progress=lambda *_: None
     ).summary()
 
 
 def test_times_and_counts_are_the_clients_and_the_servers(server: ThreadingHTTPServer) -> None:
-    summary = run(server, ["a", "b", "c", "d"], 2)
+    summary = run(server, ["a", "b", "c", "d"], 1)
     assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (4, 0, 4 * TOKENS)
-    assert summary["ttft_s"]["p50"] >= FIRST_S
-    assert summary["inter_piece_s"]["p50"] >= GAP_S
-    assert summary["time_per_output_token_s"]["p50"] >= (PIECES - 1) * GAP_S / (TOKENS - 1)
+    assert set(summary["ttft_s"].values()) == {FIRST_S}
+    assert set(summary["inter_piece_s"].values()) == {GAP_S}
+    assert summary["time_per_output_token_s"]["p50"] == (PIECES - 1) * GAP_S / (TOKENS - 1)
+    assert summary["wall_s"] == 4 * (FIRST_S + PIECES * GAP_S)
     assert not summary["tokens_counted_by_pieces"]
     assert [body["model"] for body, _ in server.seen] == ["m"] * 4  # type: ignore[attr-defined]
 
 
 def test_no_more_than_the_streams_run_at_once(server: ThreadingHTTPServer) -> None:
-    alone, together = run(server, ["a"] * 4, 1), run(server, ["a"] * 4, 4)
-    assert alone["wall_s"] >= 4 * (FIRST_S + PIECES * GAP_S)
-    assert together["wall_s"] < alone["wall_s"]
+    for streams in (1, 2, 4):
+        summary = run(server, ["a"] * 4, streams)
+        assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (4, 0, 4 * TOKENS)
+        assert server.crowd.most == streams  # type: ignore[attr-defined]
 
 
 def test_failures_are_counted_and_named_and_the_load_goes_on(server: ThreadingHTTPServer) -> None:

@@ -169,13 +169,15 @@ def test_ngram_cost_does_not_grow_with_the_text() -> None:
         drafter = NgramDrafter(draft_tokens=4)
         begin(drafter, 0, text)
         drafter.lookup(0, text, 4)
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(fresh):
             text.append(rng.randint(0, 999))
             drafter.lookup(0, text, 4)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
-    assert seconds(40_000, 400) < 20 * seconds(1_000, 400) + 0.05
+    # processor time, the least of a few: a machine that stands still or is shared does not count
+    long, short = (min(seconds(length, 400) for _ in range(5)) for length in (40_000, 1_000))
+    assert long < 20 * short + 0.05
     repeated = [3] * 20_000
     drafter = NgramDrafter(draft_tokens=4)
     begin(drafter, 0, [])
