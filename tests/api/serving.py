@@ -88,6 +88,13 @@ def until(have: Callable[[], object], shown: object = "") -> None:
         time.sleep(0.02)
 
 
+def hold(path: Path, steps: int) -> None:
+    """OCTAVO_TEST_HOLD of tests/api/cores.py: so many steps are computed, no more, until the file is gone."""
+    part = path.with_suffix(".part")
+    part.write_text(str(steps))
+    part.replace(path)
+
+
 _kept: list[socket.socket] = []
 
 

@@ -7,13 +7,14 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api.serving import IDLE_S, Server, running
+from tests.api.serving import IDLE_S, Server, hold, running, until
 
 CLIENTS = 200
 PROMPTS = 20
@@ -94,17 +95,34 @@ def test_memory_is_flat(busy: Server, requests: int) -> None:
     assert abs(last / second - 1) < 0.02
 
 
-def test_priority_goes_first(busy: Server) -> None:
-    """While the engine is full, a request of smaller priority number is served before those that waited longer."""
+def test_priority_goes_first(tmp_path: Path) -> None:
+    """While the engine is full, a request of smaller priority number is served before those that waited longer: it gets
+    the first place that is free, and its answer in the next step, behind which none is computed."""
+    held = tmp_path / "hold"
+    hold(held, 0)
+    env = {"OCTAVO_TEST_HOLD": str(held), "OCTAVO_TEST_STEP_S": "0.005"}
+    with running(tmp_path, max_running=8, env=env) as server, ThreadPoolExecutor(24) as pool:
 
-    async def run() -> tuple[float, list[float]]:
-        async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=300)) as client:
-            long = {"max_tokens": 60, "ignore_eos": True, "stream": True}
-            tasks = [asyncio.ensure_future(answer(client, busy.url, {"prompt": f"crowd {n}", **long}))
-                     for n in range(160)]  # fmt: skip
-            await asyncio.sleep(0.3)
-            _, first = await answer(client, busy.url, {"prompt": "urgent", "priority": -1, **long, "max_tokens": 1})
-            return first, [wait for _, wait in await asyncio.gather(*tasks)]
+        def ask(number: int, **more: int) -> Future[httpx.Response]:
+            body = {"prompt": f"n {number}", "max_tokens": 60, "ignore_eos": True, "request_id": f"n{number}", **more}
+            return pool.submit(server.post, "/v1/completions", body)
 
-    urgent, waits = asyncio.run(run())
-    assert urgent < statistics.quantiles(waits, n=10)[-1], "an urgent request does not wait behind the whole queue"
+        def until_they(run: int, wait: int) -> None:
+            until(lambda: [(books := server.books())["running"], books["waiting"]] == [run, wait])
+
+        first = [ask(number) for number in range(8)]
+        until_they(0, 8)
+        hold(held, 1)
+        until_they(8, 0)
+        later = [ask(number) for number in range(8, 20)]
+        until_they(8, 12)
+        urgent = ask(20, max_tokens=1, priority=-1)
+        until_they(8, 13)
+        server.post("/abort_request", {"rid": "n3"})
+        until_they(7, 13)
+        hold(held, 2)
+        assert urgent.result().json()["usage"]["completion_tokens"] == 1
+        assert not any(one.done() for one in (*first[:3], *first[4:], *later))
+        held.unlink()
+        ends = [one.result().json()["choices"][0]["finish_reason"] for one in (*first, *later)]
+        assert ends == ["length"] * 3 + ["abort"] + ["length"] * 16

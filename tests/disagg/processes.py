@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.api.serving import ROOT, Server, free_port, running, until, wait_ready
+from tests.api.serving import ROOT, Server, free_port, hold, running, until, wait_ready
 
 HEALTH = ["--health-check-interval-secs", "1", "--health-failure-threshold", "2"]
 _ROOMS = iter(range(1, 10**9))
@@ -54,7 +54,7 @@ class Trio:
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
         """Inside, the prefill server computes the first chunk of what it is asked for and no more."""
-        self.hold.write_text("1")
+        hold(self.hold, 1)
         try:
             yield
         finally:
@@ -85,10 +85,10 @@ def kill_tree(server: Server, number: int = signal.SIGKILL) -> None:
 def trio(tmp: Path, *, decodes: int = 1, router: bool = False, prefill: dict[str, Any] | None = None,
          decode: dict[str, Any] | None = None, env: dict[str, str] | None = None, **options: Any) -> Iterator[Trio]:
     port = free_port()
-    hold = tmp / f"hold-{port}"
+    held = tmp / f"hold-{port}"
     shared = {"check_books": True, "served_model_name": ("tiny",), "bootstrap_port": port, "env": env, **options}
     first = {**shared, **(prefill or {})}
-    first["env"] = {**(first["env"] or {}), "OCTAVO_TEST_HOLD": str(hold)}
+    first["env"] = {**(first["env"] or {}), "OCTAVO_TEST_HOLD": str(held)}
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(running(tmp, role="prefill", wait=False, **first))
         many = [stack.enter_context(running(tmp, role="decode", wait=False, **{**shared, **(decode or {})}))
@@ -96,7 +96,7 @@ def trio(tmp: Path, *, decodes: int = 1, router: bool = False, prefill: dict[str
         for server in (one, *many):
             wait_ready(server)
         url = stack.enter_context(routing(tmp, one, port, many)) if router else ""
-        yield Trio(one, many, port, hold, url)
+        yield Trio(one, many, port, held, url)
 
 
 @contextlib.contextmanager
