@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from octavo.config import DRAFTS
 from octavo.errors import ConfigError, ModelError
 from octavo.kv.sizing import DecodeReserve
 from octavo.model.config import ModelConfig, RopeConfig
@@ -72,7 +73,7 @@ def shipped_draft(target_sha256: str | None, algorithm: str | None = None) -> Pa
 def plan_learned(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     """An EAGLE-3 or DFlash draft, loaded and checked. Raises ConfigError, ModelError, ValueError (block size)."""
     if name not in ("eagle3", "dflash"):
-        raise ConfigError("draft", name, "none, auto, ngram, eagle3, dflash, scripted or module:Class")
+        raise ConfigError("draft", name, f"{', '.join(DRAFTS)} or module:Class")
     weights = _weights(name, config, loaded)
     if isinstance(weights.config, DFlashConfig):
         return _plan_dflash(weights, config, loaded)
