@@ -22,7 +22,7 @@ from octavo import LLM, SamplingParams
 from octavo.bench.workload import CHAT_PROMPTS
 from octavo.spec.adaptive import AdaptiveLength, SourceLengths
 from octavo.spec.drafter import Draft, DraftRequest, ProposeBatch
-from octavo.spec.lookup_first import LEARNED, LONG_MATCH, LONG_MATCH_TOKENS, SHORT_MATCH
+from octavo.spec.lookup_first import LEARNED, source_of
 from octavo.spec.ngram import NgramDrafter
 
 EAGLE_TOKENS, LOOKUP_TOKENS = 3, 5
@@ -124,14 +124,13 @@ def lookup_first() -> Policy:
     def policy(place: Place) -> Step:
         source, count = LEARNED, 0
         if place.found:
-            source = LONG_MATCH if place.match >= LONG_MATCH_TOKENS else SHORT_MATCH
+            source = source_of(place.match)
             count = lengths.choose_for(source, 1)
         if count == 0:
             source, count = LEARNED, lengths.choose_for(LEARNED, 1)
 
         def tell(length: int, accepted: int, step_s: float) -> None:
-            lengths.tell((source,))
-            lengths.record(1, [length], [accepted], step_s)
+            lengths.record(1, [length], [accepted], step_s, (source,))
 
         return source != LEARNED, count, tell
 
@@ -147,6 +146,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--eagle-costs", default="1,1.31,1.41,1.60", help="steps of 0 … 3 drafted tokens")
     parser.add_argument("--lookup-costs", default="1,1.20,1.27,1.35,1.52,1.60", help="steps of 0 … 5 looked-up tokens")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     costs = {False: [float(c) for c in args.eagle_costs.split(",")],
              True: [float(c) for c in args.lookup_costs.split(",")]}  # fmt: skip
@@ -161,11 +161,18 @@ def main() -> None:
         ("ngram+eagle3, 3 and 2 fixed", lambda: fixed(2, 3)),
         ("ngram+eagle3, adaptive", lookup_first),
     ]
-    print(f"{len(answers)} answers; {'policy':30} speed  tokens a step")
+    lines = []
     for name, policy in policies:
         runs = [play(answers, policy(), costs, seed) for seed in range(4)]
-        speed, run = (sum(r[i] for r in runs) / len(runs) for i in (0, 1))
-        print(f"            {name:30} {speed:5.2f}  {run:.2f}")
+        speed, run = (round(sum(r[i] for r in runs) / len(runs), 3) for i in (0, 1))
+        lines.append({"policy": name, "speed": speed, "tokens_per_step": run})
+    if args.json:
+        kept = {"answers": len(answers), "eagle_costs": costs[False], "lookup_costs": costs[True], "lines": lines}
+        print(json.dumps(kept, indent=1))
+        return
+    print(f"{len(answers)} answers\n{'policy':30} speed  tokens a step")
+    for line in lines:
+        print(f"{line['policy']:30} {line['speed']:5.2f}  {line['tokens_per_step']:.2f}")
 
 
 if __name__ == "__main__":

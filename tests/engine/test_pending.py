@@ -40,7 +40,7 @@ class Lengths:
         self.steps += 1
         return 2 if self.every and self.steps % self.every == 0 else 0
 
-    def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
+    def record(self, *_: object) -> None:
         """Nothing to learn."""
 
 

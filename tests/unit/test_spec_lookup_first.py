@@ -53,7 +53,7 @@ def drafter(lookup_tokens: int = 5) -> tuple[LookupFirstDrafter, Ninety]:
     return both, learned
 
 
-def propose(both: LookupFirstDrafter, texts: list[list[int]], tokens: int = 5, **given: Any) -> list[list[int]]:
+def drafted(both: LookupFirstDrafter, texts: list[list[int]], tokens: int = 5, **given: Any) -> Draft:
     rows = (3, 4)[: len(texts)]
     limits = given.pop("limits", (9,) * len(texts))
     draft = both.propose(
@@ -61,9 +61,15 @@ def propose(both: LookupFirstDrafter, texts: list[list[int]], tokens: int = 5, *
                      torch.tensor([t[-1] for t in texts]), tokens, limits, tuple(texts), KV, 64, **given)
     )  # fmt: skip
     assert draft.tokens.shape[0] == len(texts) and draft.tokens.shape[1] >= max(draft.lengths)
-    if both.lengths is not None:
-        both.lengths.tell(draft.sources)
+    return draft
+
+
+def chains(draft: Draft) -> list[list[int]]:
     return [line[:n] for line, n in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+
+
+def propose(both: LookupFirstDrafter, texts: list[list[int]], tokens: int = 5, **given: Any) -> list[list[int]]:
+    return chains(drafted(both, texts, tokens, **given))
 
 
 def test_it_is_one_drafter_with_the_larger_reserve() -> None:
@@ -99,9 +105,9 @@ def test_lengths_by_source() -> None:
     for _ in range(60):  # what is looked up is right, what the weights draft is wrong
         for text, right in ((REPEATS, True), (NEW, False)):
             both.begin(DraftRequest(3, (1,), 64, 0))
-            drafts = propose(both, [text], lengths.choose(1))
-            count = len(drafts[0])
-            lengths.record(1, [count], [count if right else 0], 1.0 + 0.1 * count)
+            draft = drafted(both, [text], lengths.choose(1))
+            count = draft.lengths[0]
+            lengths.record(1, [count], [count if right else 0], 1.0 + 0.1 * count, draft.sources)
     learned.calls.clear()
     both.begin(DraftRequest(3, (1,), 64, 0))
     assert len(propose(both, [REPEATS])[0]) == 5
@@ -118,9 +124,11 @@ def test_long_matches_are_not_judged_by_short_ones() -> None:
     for _ in range(60):
         for text, right in ((long, True), (REPEATS, False)):
             both.begin(DraftRequest(3, (1,), 64, 0))
-            draft = propose(both, [text], lengths.choose(1))[0]
-            by_lookup = bool(draft) and draft[0] != 90
-            lengths.record(1, [len(draft)], [len(draft) if right and by_lookup else 0], 1.0 + 0.1 * len(draft))
+            draft = drafted(both, [text], lengths.choose(1))
+            count, chain = draft.lengths[0], chains(draft)[0]
+            by_lookup = bool(chain) and chain[0] != 90
+            accepted = count if right and by_lookup else 0
+            lengths.record(1, [count], [accepted], 1.0 + 0.1 * count, draft.sources)
     assert [lengths._by_source[s].best_length(1) for s in (SHORT_MATCH, LONG_MATCH)] == [0, 5]
 
 
@@ -130,19 +138,19 @@ def test_looking_up_that_never_pays_leaves_the_row_to_the_weights() -> None:
     said = []
     for _ in range(80):
         both.begin(DraftRequest(3, (1,), 64, 0))
-        draft = propose(both, [REPEATS], lengths.choose(1))[0]
-        wrong = bool(draft) and draft[0] != 90
-        lengths.record(1, [len(draft)], [0 if wrong else len(draft)], 1.0 + 0.1 * len(draft))
+        draft = drafted(both, [REPEATS], lengths.choose(1))
+        count, chain = draft.lengths[0], chains(draft)[0]
+        wrong = bool(chain) and chain[0] != 90
+        lengths.record(1, [count], [0 if wrong else count], 1.0 + 0.1 * count, draft.sources)
         said.append(wrong)
     assert sum(said[-30:]) <= 4
 
 
-def test_a_step_belongs_to_the_sources_told_last() -> None:
+def test_a_step_belongs_to_its_sources() -> None:
     lengths = SourceLengths((3, 5, 5))
     assert lengths.choose(4) == 5
     for _ in range(40):
-        lengths.tell((SHORT_MATCH, LEARNED))
-        lengths.record(2, [5, 3], [5, 0], None)
+        lengths.record(2, [5, 3], [5, 0], None, (SHORT_MATCH, LEARNED))
     best = [lengths._by_source[source].best_length(2) for source in (LEARNED, SHORT_MATCH)]
     assert best == [0, 5]
     before = lengths._by_source[LEARNED].expected_tokens()

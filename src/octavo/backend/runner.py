@@ -24,7 +24,7 @@ from octavo.engine.request import Request
 from octavo.kv.ledger import Ledger
 from octavo.ops.meta import KVView, StepMeta
 from octavo.sched.batch import DecodeRow, PrefillChunk, StepPlan
-from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch
+from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch, kv_owner
 from octavo.spec.pending import PendingSteps
 from octavo.spec.prepare import prepare_step
 from octavo.spec.verify import accept, ancestor_mask, compact_kv, path_tokens
@@ -129,7 +129,7 @@ class Runner:
             return None
         host_rows = tuple(d.row for d in plan.decodes)
         top_ks = [d.request.params.top_k for d in plan.decodes]
-        prepare_step(self.drafter, host_rows, self._ledger, top_ks, self.network.config.vocab_size)
+        prepare_step(kv_owner(self.drafter), host_rows, self._ledger, top_ks, self.network.config.vocab_size)
         if not self._catches_up:
             self._show_pending()
         rows = upload(list(host_rows), self.device)

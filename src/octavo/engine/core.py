@@ -37,7 +37,6 @@ from octavo.kv.balance import check as check_books
 from octavo.ops.random_bits import request_seed
 from octavo.sched.batch import StepPlan
 from octavo.sched.scheduler import Scheduler, SchedulerConfig, SettleFirst
-from octavo.spec.adaptive import SourceLengths
 from octavo.spec.metas import past_draft_limit
 
 
@@ -466,9 +465,7 @@ class EngineCore:
         self._settled_s = now
         usual = not handle.plan.prefills and not handle.caught_up_tokens  # neither prompts nor what others left behind
         timed = now - begun if begun is not None and usual else None
-        if isinstance(self._adaptive, SourceLengths):
-            self._adaptive.tell(handle.sources)
-        self._adaptive.record(len(handle.plan.decodes), result.drafted, result.accepted, timed)
+        self._adaptive.record(len(handle.plan.decodes), result.drafted, result.accepted, timed, handle.sources)
 
     def _check_books(self) -> None:
         for violation in check_books(self.ledger):

@@ -189,8 +189,16 @@ class AdaptiveLength:
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
-        """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed)."""
+    def record(
+        self,
+        batch: int,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        step_s: float | None,
+        sources: Sequence[int] = (),
+    ) -> None:
+        """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed).
+        There is one source: `sources` is for `SourceLengths`."""
         longest = max(drafted, default=0)
         if longest:
             self._off_bucket = None
@@ -225,27 +233,24 @@ class SourceLengths:
         """The longest draft of each source, in columns."""
         self._by_source = [AdaptiveLength(most) for most in most_tokens]
         self._most = max(most_tokens)
-        self._sources: tuple[int, ...] = ()
-
-    @property
-    def switches(self) -> int:
-        return sum(lengths.switches for lengths in self._by_source)
 
     def choose(self, batch: int) -> int:
         """Upper bound of the next step's draft length."""
         return self._most
 
-    def tell(self, sources: Sequence[int]) -> None:
-        """Which source the rows of the step recorded next were drafted from; () where nothing was proposed."""
-        self._sources = tuple(sources)
-
     def choose_for(self, source: int, batch: int) -> int:
         """Draft length of the next step's rows of one source, in a step of `batch` decoding rows."""
         return self._by_source[source].choose(batch)
 
-    def record(self, batch: int, drafted: Sequence[int], accepted: Sequence[int], step_s: float | None) -> None:
-        """As `AdaptiveLength.record`, of the step whose sources were told last."""
-        sources, self._sources = self._sources, ()
+    def record(
+        self,
+        batch: int,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        step_s: float | None,
+        sources: Sequence[int] = (),
+    ) -> None:
+        """As `AdaptiveLength.record`; `sources` per row, () where nothing was proposed."""
         drawn = {source for source, columns in zip(sources, drafted, strict=True) if columns} if sources else set()
         for source, lengths in enumerate(self._by_source):
             if source in drawn:

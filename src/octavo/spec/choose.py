@@ -13,7 +13,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kv.sizing import DecodeReserve
 from octavo.spec.drafter import Drafter
-from octavo.spec.lookup_first import LookupFirstDrafter
+from octavo.spec.lookup_first import LookupFirstDrafter, no_tree
 from octavo.spec.ngram import NgramDrafter
 from octavo.spec.scripted import Script, ScriptedDrafter
 
@@ -86,7 +86,7 @@ def _lookup_first(learned: DraftPlan, config: EngineConfig) -> DraftPlan:
     """Prompt lookup before a draft with weights: one reserve that is enough for either."""
     count = _ngram_tokens(config)
     if config.draft_topk is not None and config.draft_topk > 1:
-        raise ConfigError("draft_topk", config.draft_topk, "1 beside n-gram drafts: a tree and a chain do not mix")
+        raise no_tree(config.draft_topk)
     lookup = DecodeReserve.ngram(max_draft=count, overlap=config.overlap_on)
     both = DecodeReserve(
         max(lookup.footprint, learned.reserve.footprint), max(lookup.commit_lag, learned.reserve.commit_lag)

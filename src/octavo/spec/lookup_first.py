@@ -16,11 +16,20 @@ from octavo.backend.relay import upload
 from octavo.errors import ConfigError
 from octavo.spec.adaptive import SourceLengths
 from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
-from octavo.spec.ngram import NgramDrafter
+from octavo.spec.ngram import NgramDrafter, chains
 
 # Sources of a row's draft. A long match is right far more often than a short one, so each has its own length.
 LEARNED, SHORT_MATCH, LONG_MATCH = range(3)
 LONG_MATCH_TOKENS = 4
+
+
+def source_of(match_tokens: int) -> int:
+    """The source of what was looked up behind a match of so many tokens."""
+    return LONG_MATCH if match_tokens >= LONG_MATCH_TOKENS else SHORT_MATCH
+
+
+def no_tree(top_k: int) -> ConfigError:
+    return ConfigError("draft_topk", top_k, "1 beside n-gram drafts: a tree and a chain do not mix")
 
 
 class LookupFirstDrafter:
@@ -32,7 +41,7 @@ class LookupFirstDrafter:
 
     def __init__(self, lookup: NgramDrafter, learned: Any) -> None:
         if learned.max_depth < learned.max_draft_tokens:
-            raise ConfigError("draft_topk", learned.top_k, "1 beside n-gram drafts: a tree and a chain do not mix")
+            raise no_tree(learned.top_k)
         self.lookup, self.learned = lookup, learned
         self.name = f"{lookup.name}+{learned.name}"
         self.max_draft_tokens = self.max_depth = max(lookup.max_draft_tokens, learned.max_draft_tokens)
@@ -65,10 +74,9 @@ class LookupFirstDrafter:
         return self.lengths
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        if batch.host_tokens is None:
-            raise ValueError("looking up needs the tokens on the host: settle the rows first")
-        found = self._found(batch, batch.host_tokens)
-        sources = [self._source(row) if draft else LEARNED for row, draft in zip(batch.host_rows, found, strict=True)]
+        found = self.lookup.find(batch)
+        matches = map(self.lookup.match_tokens, batch.host_rows)
+        sources = [source_of(match) if draft else LEARNED for match, draft in zip(matches, found, strict=True)]
         for source in (SHORT_MATCH, LONG_MATCH):
             if source in sources:
                 most = self._length(source, batch, self.lookup.max_draft_tokens)
@@ -76,15 +84,6 @@ class LookupFirstDrafter:
         sources = [s if draft else LEARNED for draft, s in zip(found, sources, strict=True)]
         learned = self._learned(batch, sources) if LEARNED in sources else None
         return replace(_joined(found, learned, batch.rows.device), sources=tuple(sources))
-
-    def _found(self, batch: ProposeBatch, texts: tuple[list[int], ...]) -> list[list[int]]:
-        """What follows in each row's own text, [] where nothing matches."""
-        limits = (min(batch.draft_tokens, limit) for limit in batch.host_limits)
-        rows = zip(batch.host_rows, texts, limits, strict=True)
-        return [self.lookup.lookup(row, tokens, limit) for row, tokens, limit in rows]
-
-    def _source(self, row: int) -> int:
-        return LONG_MATCH if self.lookup.match_tokens(row) >= LONG_MATCH_TOKENS else SHORT_MATCH
 
     def _learned(self, batch: ProposeBatch, sources: list[int]) -> Draft | None:
         """Drafts of the rows where nothing matched; None: nothing pays."""
@@ -107,17 +106,13 @@ def _joined(found: list[list[int]], learned: Draft | None, device: torch.device)
     """One chain a row: what was looked up, else what was drafted with weights."""
     if learned is not None and not any(found):
         return learned
-    width = max(map(len, found))
-    flat = [token for draft in found for token in (*draft, *[0] * (width - len(draft)))]
-    tokens = upload(flat, device).reshape(len(found), width)
-    lengths = tuple(map(len, found))
-    if learned is not None:
-        drafted = learned.tokens.shape[1]
-        pad = torch.nn.functional.pad
-        width = max(width, drafted)
-        by_lookup = upload([len(draft) for draft in found], device)[:, None] > 0
-        tokens = torch.where(
-            by_lookup, pad(tokens, (0, width - tokens.shape[1])), pad(learned.tokens, (0, width - drafted))
-        )
-        lengths = tuple(a + b for a, b in zip(lengths, learned.lengths, strict=True))
-    return Draft(tokens, None, None, lengths)
+    looked_up = chains(found, device)
+    if learned is None:
+        return looked_up
+    width = max(looked_up.tokens.shape[1], learned.tokens.shape[1])
+    own, drafted = (
+        torch.nn.functional.pad(draft.tokens, (0, width - draft.tokens.shape[1])) for draft in (looked_up, learned)
+    )
+    by_lookup = upload(list(looked_up.lengths), device)[:, None] > 0
+    lengths = tuple(a + b for a, b in zip(looked_up.lengths, learned.lengths, strict=True))
+    return Draft(torch.where(by_lookup, own, drafted), None, None, lengths)

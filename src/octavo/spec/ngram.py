@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from octavo.backend.relay import upload
 from octavo.errors import ConfigError
 from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
@@ -133,16 +135,14 @@ class NgramDrafter:
         """Nothing to do: the tokens come with the next `propose`."""
 
     def propose(self, batch: ProposeBatch) -> Draft:
+        return chains(self.find(batch), batch.rows.device)
+
+    def find(self, batch: ProposeBatch) -> list[list[int]]:
+        """What may follow in each row, [] where nothing matches."""
         if batch.host_tokens is None:
             raise ValueError("n-gram drafting needs the tokens on the host: settle the rows first")
-        drafts: list[list[int]] = []
-        for row, tokens, limit in zip(batch.host_rows, batch.host_tokens, batch.host_limits, strict=True):
-            drafts.append(self.lookup(row, tokens, min(batch.draft_tokens, limit)))
-        lengths = tuple(len(d) for d in drafts)
-        width = max(lengths, default=0)
-        padded = [d + [0] * (width - len(d)) for d in drafts]
-        flat = [token for draft in padded for token in draft]
-        return Draft(upload(flat, batch.rows.device).reshape(len(drafts), width), None, None, lengths)
+        rows = zip(batch.host_rows, batch.host_tokens, batch.host_limits, strict=True)
+        return [self.lookup(row, tokens, min(batch.draft_tokens, limit)) for row, tokens, limit in rows]
 
     def match_tokens(self, row: int) -> int:
         """Length of the longest suffix of the row's own text that occurred in it before, as of the last `lookup`."""
@@ -166,6 +166,14 @@ class NgramDrafter:
         if own.match_len < self.min_match_tokens:
             return []
         return _continue(own.tokens, own.match_end + 1, limit)
+
+
+def chains(drafts: list[list[int]], device: torch.device) -> Draft:
+    """One chain a row, as wide as the longest."""
+    lengths = tuple(map(len, drafts))
+    width = max(lengths, default=0)
+    flat = [token for draft in drafts for token in (*draft, *[0] * (width - len(draft)))]
+    return Draft(upload(flat, device).reshape(len(drafts), width), None, None, lengths)
 
 
 def _continue(tokens: list[int], start: int, limit: int) -> list[int]:

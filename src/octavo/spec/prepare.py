@@ -133,7 +133,6 @@ def prepare_step(
     drafter: Any, rows: Sequence[int], ledger: LengthBooks, top_ks: Sequence[int], vocab_size: int
 ) -> EaglePrep | DFlashPrep | None:
     """The drafter's own host checks of a planned step, or None if it has none. Raises LawViolation or ValueError."""
-    drafter = getattr(drafter, "learned", drafter)  # two that act as one: the one with draft KV
     if not rows or not hasattr(drafter, "prepare_for_decode"):
         return None
     at = list(rows)
