@@ -17,7 +17,7 @@ from octavo.train.corpus import Corpus, Filter, Sample, benchmark_ngrams, loops,
 from octavo.train.data import Batch, choose_vocabulary, plan_batches
 from octavo.train.features import FeatureStore, target_features
 from octavo.train.nets import DFlashNet, EagleNet, rope_for
-from octavo.train.objectives import Frozen, dflash_outcome, eagle_outcome, pick_anchors
+from octavo.train.objectives import Frozen, dflash_outcome, eagle_outcome, pick_anchors, products_in
 from octavo.train.options import TrainOptions
 from tests.tiny import loaded_model
 from tests.unit import spec_reference as ref
@@ -209,6 +209,29 @@ def test_anchors_are_answer_positions_with_a_future() -> None:
     for b in range(4):
         chosen = sorted(anchors[b][valid[b]].tolist())
         assert chosen == list(range(int(batch.answers[b]), int(batch.lengths[b]) - 1))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_products_in_bfloat16_give_nearly_the_same_loss_and_float32_gradients(algorithm: str) -> None:
+    batch, frozen = batch_of(3, 3 if algorithm == "eagle3" else 2)
+    losses, gradients = [], []
+    for dtype in ("float32", "bfloat16"):
+        config: Any = ref.eagle_config() if algorithm == "eagle3" else ref.dflash_config()
+        kind: Any = EagleNet if algorithm == "eagle3" else DFlashNet
+        net = kind(random_draft(config, seed=1), rope_for(config, ref.TARGET.rope, 64))
+        with products_in(dtype):
+            outcome = (
+                eagle_outcome(net, frozen, batch, 3)
+                if algorithm == "eagle3"
+                else dflash_outcome(net, frozen, batch, 12, torch.Generator().manual_seed(5))
+            )
+        outcome.loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(outcome.loss.detach()))
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+    assert losses[0] != losses[1]  # the products did run in another type
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert gradients[1].dtype == torch.float32
+    assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.98
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])

@@ -162,7 +162,7 @@ def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> di
 def _setup(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> _Setup:
     from octavo.train.data import choose_vocabulary, covered_by, make_batch
     from octavo.train.nets import DFlashNet, EagleNet, rope_for
-    from octavo.train.objectives import Frozen, dflash_outcome, eagle_outcome
+    from octavo.train.objectives import Frozen, dflash_outcome, eagle_outcome, products_in
     from octavo.train.start import earlier_draft, head_name
 
     config, source = target.config, target.tensors
@@ -185,9 +185,10 @@ def _setup(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> _S
 
     def outcome(indices: list[int], generator: torch.Generator) -> Outcome:
         batch = make_batch(store, indices, draft.taps, options.max_tokens)
-        if options.algorithm == "eagle3":
-            return eagle_outcome(net, frozen, batch, options.unroll)
-        return dflash_outcome(net, frozen, batch, options.anchors, generator)
+        with products_in(options.train_dtype):
+            if options.algorithm == "eagle3":
+                return eagle_outcome(net, frozen, batch, options.unroll)
+            return dflash_outcome(net, frozen, batch, options.anchors, generator)
 
     earlier = start.fingerprint if options.init is not None else ""
     return _Setup(store, train, outcome, net, draft, vocabulary.coverage, earlier)

@@ -63,7 +63,7 @@ class DraftNet(nn.Module):
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.params[name + ".weight"]
-        return F.rms_norm(x, (weight.shape[0],), weight, self.layer.rms_eps)
+        return F.rms_norm(x.float(), (weight.shape[0],), weight, self.layer.rms_eps)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.params[name + ".weight"], self.params.get(name + ".bias"))

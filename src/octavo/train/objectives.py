@@ -31,7 +31,7 @@ class Frozen:
         return F.embedding(tokens, self.table)
 
     def target_probs(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, self.head)
+        logits = F.linear(hidden, self.head).float()
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits.softmax(dim=-1)
@@ -51,9 +51,14 @@ class Outcome:
         return 1.0 + self.accepted / max(1, self.proposals)
 
 
+def products_in(dtype: str) -> torch.autocast:
+    """Matrix products inside run in "bfloat16", or as they are ("float32"); parameters and losses stay float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+
+
 def _cross_entropy(hidden: Tensor, head: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """(cross-entropy per row, arg-max draft id per row)."""
-    logits = F.linear(hidden, head)
+    logits = F.linear(hidden, head).float()
     return -(probs * logits.log_softmax(dim=-1)).sum(dim=-1), logits.argmax(dim=-1)
 
 
