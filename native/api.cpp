@@ -108,7 +108,7 @@ int octavo_program_run(void* program, void* pool, const octavo_run* run) {
 double octavo_read_memory(void* pool, const void* data, int64_t bytes) {
   Reader reader((const uint8_t*)data, bytes);
   const auto begin = std::chrono::steady_clock::now();
-  ((Pool*)pool)->run(reader, {Reader::kChunks});
+  ((Pool*)pool)->run(reader, {Reader::kChunks}, {});
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 

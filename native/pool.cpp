@@ -75,13 +75,13 @@ Pool::~Pool() {
   for (auto& t : workers_) t.join();
 }
 
-void Pool::run(Job& job, const std::vector<int>& totals) {
+void Pool::run(Job& job, const std::vector<int>& totals, const std::vector<const uint8_t*>& ahead) {
   std::lock_guard<std::mutex> one(running_);
   place();
   if (totals.size() > capacity_) {  // a late worker may still look at the old array: it is kept
     if (stages_) retired_.push_back(std::move(stages_));
     capacity_ = totals.size() * 2;
-    stages_ = std::make_unique<Stage[]>(capacity_);
+    stages_ = std::make_unique<Stages>(capacity_, threads());
     live_.store(stages_.get(), std::memory_order_release);
   }
   const uint32_t epoch = ++epoch_;
@@ -89,30 +89,27 @@ void Pool::run(Job& job, const std::vector<int>& totals) {
   totals_ = &totals;
   job_.store(&job, std::memory_order_relaxed);
   for (size_t s = 0; s < totals.size(); s++) {
-    Stage& st = stages_[s];
-    st.next.store(tag | 0xffffffffu, std::memory_order_relaxed);  // nobody claims while total changes
-    st.total.store(totals[s] < 0 ? 0 : (uint32_t)totals[s], std::memory_order_release);
+    Stage& st = stages_->stage[s];
     st.done.store(0, std::memory_order_relaxed);
-    st.next.store(tag, std::memory_order_release);
+    st.total.store(tag | (totals[s] < 0 ? 0 : (uint32_t)totals[s]), std::memory_order_release);
+  }
+  for (size_t i = 0; i < totals.size() * (size_t)threads(); i++) {  // mostly the same as last time: then nothing is written
+    const uint8_t* p = i < ahead.size() ? ahead[i] : nullptr;
+    if (stages_->ahead[i].load(std::memory_order_relaxed) != p) stages_->ahead[i].store(p, std::memory_order_relaxed);
   }
   open(epoch, 0, 0);
   if (sleepers_.load() > 0) {
     std::lock_guard<std::mutex> lock(sleep_);
     wake_.notify_all();
   }
-  int idle_spins = 0;
   for (;;) {
     const uint64_t now = current_.load(std::memory_order_acquire);
     if ((uint32_t)now == kIdle) break;
     work(epoch, (uint32_t)now, 0);
-    if (current_.load(std::memory_order_acquire) == now) {
+    for (int turn = 0; current_.load(std::memory_order_acquire) == now; turn++) {
+      ask_ahead((uint32_t)now, turn, 0);
       relax();
-      if (++idle_spins > 4000) {  // whoever holds the last chunk may need this core
-        idle_spins = 0;
-        std::this_thread::yield();
-      }
-    } else {
-      idle_spins = 0;
+      if (turn % 4096 == 4095) std::this_thread::yield();  // whoever holds the last chunk may need this core
     }
   }
 }
@@ -130,24 +127,50 @@ void Pool::open(uint32_t epoch, uint32_t stage, int thread) {
   current_.store((uint64_t)epoch << 32 | next);
 }
 
+// A worker may come late, with the epoch of a run that is over: everything it would take carries a later epoch by then,
+// or is an empty share.
 void Pool::work(uint32_t epoch, uint32_t stage, int thread) {
-  Stage& st = live_.load(std::memory_order_acquire)[stage];
-  uint64_t v = st.next.load(std::memory_order_acquire);
-  for (;;) {
-    const uint32_t total = st.total.load(std::memory_order_acquire);
-    if ((uint32_t)(v >> 32) != epoch || (uint32_t)v >= total) return;
-    if (!st.next.compare_exchange_weak(v, v + 1, std::memory_order_acq_rel)) continue;
-    job_.load(std::memory_order_relaxed)->chunk((int)stage, (int)(uint32_t)v, thread);
-    if (st.done.fetch_add(1, std::memory_order_acq_rel) + 1 == total) open(epoch, stage + 1, thread);
-    v = st.next.load(std::memory_order_acquire);
+  Stages& all = *live_.load(std::memory_order_acquire);
+  Stage& st = all.stage[stage];
+  const uint64_t tagged = st.total.load(std::memory_order_acquire);
+  if ((uint32_t)(tagged >> 32) != epoch) return;
+  const auto total = (uint32_t)tagged;
+  const int threads = this->threads();
+  uint32_t did = 0;
+  for (int k = 0; k < threads; k++) {
+    const int owner = (thread + k) % threads;
+    const uint32_t begin = share_begin(total, owner, threads), end = share_begin(total, owner + 1, threads);
+    std::atomic<uint64_t>& next = all.share[(size_t)stage * (size_t)threads + (size_t)owner].next;
+    uint64_t v = next.load(std::memory_order_acquire);
+    for (;;) {
+      const auto age = (int32_t)((uint32_t)(v >> 32) - epoch);
+      const uint32_t index = age < 0 ? begin : (uint32_t)v;
+      if (age > 0 || index >= end) break;
+      if (!next.compare_exchange_weak(v, (uint64_t)epoch << 32 | (index + 1), std::memory_order_acq_rel)) continue;
+      job_.load(std::memory_order_relaxed)->chunk((int)stage, (int)index, thread);
+      did++;
+      v = next.load(std::memory_order_acquire);
+    }
   }
+  if (did && st.done.fetch_add(did, std::memory_order_acq_rel) + did == total) open(epoch, stage + 1, thread);
+}
+
+// One turn of a wait: a few lines more. What a thread can ask for while others finish is a small part of its share.
+void Pool::ask_ahead(uint32_t stage, int turn, int thread) {
+  constexpr int kLines = 8, kTurns = 48;
+  if (turn >= kTurns) return;
+  const Stages& all = *live_.load(std::memory_order_acquire);
+  const uint8_t* p = all.ahead[(size_t)stage * (size_t)threads() + (size_t)thread].load(std::memory_order_relaxed);
+  if (!p) return;
+  p += turn * kLines * 64;
+  for (int i = 0; i < kLines; i++) __builtin_prefetch(p + i * 64, 0, 2);
 }
 
 void Pool::worker(int thread) {
   using Clock = std::chrono::steady_clock;
   auto busy = Clock::now();
   uint64_t seen = kIdle;
-  int spins = 0;
+  int spins = 0, turn = 0;
   for (;;) {
     const uint64_t now = current_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_relaxed)) return;
@@ -155,9 +178,10 @@ void Pool::worker(int thread) {
       work((uint32_t)(now >> 32), (uint32_t)now, thread);
       if (now != seen) {
         seen = now;
-        spins = 0;
+        spins = turn = 0;
         continue;
       }
+      ask_ahead((uint32_t)now, turn++, thread);
     }
     relax();
     if (++spins < 64) continue;

@@ -152,6 +152,26 @@ void Program::plan_step(int threads) {
       totals_[s] = (threads == 1 || n <= 2) && !wide ? kSerial : (int)((n + row_chunk_ - 1) / row_chunk_);
     }
   }
+  look_ahead(threads, wide);
+}
+
+// Behind each stage, the next matrix that is shared out by outputs: there a thread's share begins with these bytes.
+void Program::look_ahead(int threads, bool wide) {
+  ahead_.clear();
+  if (wide || threads == 1) return;
+  ahead_.assign(live_->size() * (size_t)threads, nullptr);
+  for (size_t s = live_->size(); s-- > 1;) {
+    const octavo_instr& in = code_[(size_t)(*live_)[s].begin];
+    const bool matrix = in.op == OCTAVO_LINEAR || in.op == OCTAVO_ARGMAX;
+    for (int t = 0; t < threads; t++) {
+      const size_t at = s * (size_t)threads + (size_t)t, before = at - (size_t)threads;
+      ahead_[before] = ahead_[at];
+      if (!matrix) continue;
+      const auto& w = *(const Weight*)in.w;
+      const int64_t first = share_begin((uint32_t)totals_[s], t, threads);
+      if (first < totals_[s]) ahead_[before] = w.data + w.block_bytes * (size_t)(w.blocks * first / totals_[s]);
+    }
+  }
 }
 
 int Program::run(Pool& pool, const octavo_run& run) {
@@ -161,7 +181,7 @@ int Program::run(Pool& pool, const octavo_run& run) {
   reserve(run.tokens, pool.threads());
   plan_step(pool.threads());
   profile_stage_ = -1;
-  pool.run(*this, totals_);
+  pool.run(*this, totals_, ahead_);
   finish_argmax();
   run_ = nullptr;
   return flags_.load();

@@ -50,6 +50,7 @@ class Program : public Job {
   int plan_of(const octavo_instr& in);
   void reserve(int64_t rows, int threads);
   void plan_step(int threads);
+  void look_ahead(int threads, bool wide);
   int linear_chunks(const Weight& w, int threads) const;
   float* at(int64_t buffer, int64_t offset, int64_t row) const;
   void row_instr(const octavo_instr& in, int64_t row, PerThread& t);
@@ -73,6 +74,7 @@ class Program : public Job {
   int64_t capacity_rows_ = 0;
   std::vector<PerThread> threads_;
   std::vector<int> totals_;
+  std::vector<const uint8_t*> ahead_;  // [stages, threads]: weights a waiting thread may ask for; empty for long prompts
   std::vector<std::vector<Best>> best_;
   const octavo_run* run_ = nullptr;
   int row_chunk_ = 1;

@@ -1,5 +1,6 @@
-// Every kernel table this CPU can run against the plain C++ one: the same bits for random inputs.
+// Every kernel table this CPU can run against the plain C++ one: the same bits for random inputs. And the thread pool.
 // Built by CMake as `octavo_kernel_test`; under qemu-user it is the test of the NEON kernels.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -182,9 +183,52 @@ void test_votes(const KernelTable& plain, const KernelTable& fast) {
   same(fast.name, "page votes", got[0], got[1]);
 }
 
+// Stages of changing sizes: every chunk is run once, and only when the stage before it is complete.
+class Counted : public Job {
+ public:
+  explicit Counted(const std::vector<int>& totals) : first_(totals.size()) {
+    int n = 0;
+    for (size_t s = 0; s < totals.size(); s++) first_[s] = n, n += totals[s] < 0 ? 1 : totals[s];
+    hits_ = std::vector<std::atomic<int>>((size_t)n);
+  }
+  void chunk(int stage, int index, int) override {
+    for (int i = 0; i < first_[(size_t)stage]; i++) early_ += hits_[(size_t)i].load() != 1;
+    hits_[(size_t)(first_[(size_t)stage] + index)]++;
+  }
+  bool right() const {
+    for (auto& h : hits_)
+      if (h.load() != 1) return false;
+    return early_.load() == 0;
+  }
+
+ private:
+  std::vector<int> first_;
+  std::vector<std::atomic<int>> hits_;
+  std::atomic<int> early_{0};
+};
+
+void test_pool() {
+  for (int threads : {1, 2, 3, 5}) {
+    Pool pool(threads, {}, 20.0);
+    for (int run = 0; run < 300; run++) {
+      std::vector<int> totals((size_t)(1 + below(run % 40 == 39 ? 60 : 9)));
+      for (auto& t : totals) t = below(6) == 0 ? kSerial : below(8);
+      Counted job(totals);
+      pool.run(job, totals, {});
+      if (!job.right()) {
+        std::printf("FAILED pool: %d threads, run %d\n", threads, run);
+        failures++;
+        return;
+      }
+    }
+  }
+  std::printf("pool: every chunk once, in the order of stages\n");
+}
+
 }  // namespace
 
 int main() {
+  test_pool();
   const KernelTable& plain = *generic_kernels();
   int tables = 0;
   for (const char* name : {"generic", "avx2", "avx512", "neon"}) {
