@@ -339,6 +339,13 @@ inline void turn_keys(const void* const* k, int keys, int head_dim, float* to) {
   }
 }
 
+// With thirty-two registers of sixteen lanes tiles may be larger: an accumulator waits four cycles for its next multiply-add.
+#if defined(__AVX512F__)
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
+
 // R queries with G groups of sixteen turned keys. Meanwhile the first bytes of the 16 G rows of `ahead`, as many as a
 // row has, are asked for.
 template <int R, int G, bool Bf16>
@@ -390,11 +397,14 @@ inline void scores(const float* const* q, int queries, const void* const* k, int
       const int left = queries - r, take = left >= 6 ? 6 : left >= 4 ? 4 : left;
       float* to = out + r * ldo + i;
       const void* const* next = Ahead && r == 0 ? k + i + strip : nullptr;
-      if (take <= 2 && groups == 2) {
-        if (take == 2)
-          score_tile<2, 2, Bf16>(q + r, turned, head_dim, to, ldo, next);
-        else
-          score_tile<1, 2, Bf16>(q + r, turned, head_dim, to, ldo, next);
+      if (groups == 2 && take <= (kManyRegisters ? 6 : 2)) {
+        switch (take) {
+          case 6: score_tile<kManyRegisters ? 6 : 1, 2, Bf16>(q + r, turned, head_dim, to, ldo, next); break;
+          case 4: score_tile<kManyRegisters ? 4 : 1, 2, Bf16>(q + r, turned, head_dim, to, ldo, next); break;
+          case 3: score_tile<kManyRegisters ? 3 : 1, 2, Bf16>(q + r, turned, head_dim, to, ldo, next); break;
+          case 2: score_tile<2, 2, Bf16>(q + r, turned, head_dim, to, ldo, next); break;
+          default: score_tile<1, 2, Bf16>(q + r, turned, head_dim, to, ldo, next); break;
+        }
       } else {
         const float* t = turned;
         for (int g = 0; g < groups; g++, t += 16 * head_dim, to += 16, next = next ? next + 16 : next) {
@@ -435,11 +445,11 @@ inline void values_tile(const float* const* p, const void* const* v, int keys, i
     for (int j = 0; j < D; j++) f_store(acc + r * lda + d + 16 * j, s[r][j]);
 }
 
-// R x D vectors of accumulators, D of values and one weight fit the sixteen registers of AVX2 (a vector is two there):
+// R x D vectors of accumulators, D of values and one weight fit the registers (AVX2 has sixteen, a vector is two there):
 // an accumulator in memory would cost its store-to-load delay per key.
 template <int R, bool Bf16, bool Ahead>
 inline void values_rows(const float* const* p, const void* const* v, int keys, int head_dim, float* acc, int64_t lda) {
-  constexpr int D = R == 1 ? 4 : R == 2 ? 2 : 1;
+  constexpr int D = R == 1 || kManyRegisters ? 4 : R == 2 ? 2 : 1;
   int d = 0;
   for (; d + 16 * D <= head_dim; d += 16 * D) values_tile<R, D, Bf16, Ahead>(p, v, keys, d, acc, lda);
   if (D > 1)
