@@ -180,7 +180,8 @@ class LLM:
     # -- books ---------------------------------------------------------------------------------------------------
 
     def kv_report(self) -> dict[str, Any]:
-        """The books: per pool total/free/cached/held/leased/quarantined pages, per request its lengths in tokens."""
+        """The books: per pool total/free/cached/held/leased/quarantined pages, per request its lengths in tokens; with
+        sliding layers also `sliding`, what their pool saves in bytes against one full-length pool for all layers."""
         return self.core.report()
 
     def close(self) -> None:

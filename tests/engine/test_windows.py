@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jsonschema import validate
 
+from octavo.cli.books import print_books
 from octavo.engine.request import EngineRequest
 from octavo.kv.sizing import swa_decode_bound_pages, swa_prefill_bound_pages
 from octavo.model.registry import build_network
@@ -119,3 +124,55 @@ def test_identical_cold_prompts_together_and_odd_shared_prefixes(kind: str, over
     assert run(core, [(p, GREEDY) for p in given]) == [solo(kind, p) for p in given]
     remapped = core.ledger.report()["stats"]["remapped_pages"]
     assert remapped > 0
+
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "generate.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "sliding"])
+def test_the_report_says_what_the_second_pool_saves(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """W = 24, p = 16. A page of a layer takes 2 (K, V) · 2 heads · 16 tokens · 16 · 4 bytes = 4,096 bytes."""
+    full_bytes, swa_bytes = {"gemma3": (2 * 4096, 4 * 4096), "sliding": (0, 4 * 4096)}[kind]
+    core = engine(kind, page_size=16, overlap=False, max_running=3, prefill_chunk=64, max_model_len=400)
+
+    def saving(full: int, swa: int) -> dict[str, int]:
+        two, one = full * full_bytes + swa * swa_bytes, full * (full_bytes + swa_bytes)
+        return {"full_pages": full, "swa_pages": swa, "two_pools_bytes": two, "one_pool_bytes": one,
+                "saved_bytes": (full - swa) * swa_bytes}  # fmt: skip
+
+    # 400 tokens: ceil(400/16) = 25 full pages each. SWA pages: ceil((24 + 64)/16) + 2 = 8 of the one in prefill,
+    # ceil((24 + 1)/16) + 2 = 4 of the two that decode.
+    capacity = {"requests": 3, "context_tokens": 400, **saving(75, 16)}
+    sizes = {"gemma3": ("856.0 KiB", "1.8 MiB", "944.0 KiB"), "sliding": ("256.0 KiB", "1.2 MiB", "944.0 KiB")}[kind]
+    fits = next(line for line in core.parts.startup_lines if line.startswith("fits "))
+    assert fits.endswith(
+        f"at most 3 run together; 3 of them take {sizes[0]} in two pools, {sizes[1]} in one for all layers "
+        f"({sizes[2]} saved)"
+    )
+    core.add_request(EngineRequest("r", tokens(130), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
+    seen = []
+    while core.has_work():
+        core.step()
+        seen.append(core.report()["sliding"]["now"])
+    # chunks of 64, 64 and 2 tokens; floors floor_p(floor_p(64) − 24) = 32, then 96 of 128
+    assert seen[:3] == [saving(4, 2), saving(8, 2), saving(9, 3)]
+    # 169 tokens have KV at the last plan, one more is reserved: 11 pages; the floor of 160 is 128
+    assert seen[-2:] == [saving(11, 3), saving(0, 0)]
+    sliding = core.report()["sliding"]
+    assert sliding == {"full_page_bytes": full_bytes, "swa_page_bytes": swa_bytes, "now": saving(0, 0),
+                       "peak": saving(11, 3), "capacity": capacity}  # fmt: skip
+    validate(core.report(), {"$ref": "#/$defs/books", "$defs": SCHEMA["$defs"]})
+    print_books(SimpleNamespace(kv_report=core.report))  # type: ignore[arg-type]
+    shown = capsys.readouterr().out.splitlines()[-4:]
+    assert shown[0] == "KV of requests in two pools, and in one pool for all layers"
+    assert shown[1].split() == ("now 0 full and 0 sliding-window pages, 0 B; in one pool 0 B: 0 B saved".split())
+    assert shown[2].startswith("  at the peak       11 full and 3 sliding-window pages, ")
+    assert shown[2].endswith("KiB: 128.0 KiB saved")
+    assert shown[3].startswith("  3 × 400 tokens    75 full and 16 sliding-window pages, ")
+    core.close()
+
+
+def test_with_one_pool_nothing_is_said_of_a_second() -> None:
+    core = engine("llama", page_size=16)
+    assert "sliding" not in core.report() and not any("two pools" in line for line in core.parts.startup_lines)
+    core.close()

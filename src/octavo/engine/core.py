@@ -34,6 +34,8 @@ from octavo.errors import (
     RequestError,
 )
 from octavo.kv.balance import check as check_books
+from octavo.kv.report import held_pages, sliding_report
+from octavo.kv.sizing import PoolSizes
 from octavo.ops.random_bits import request_seed
 from octavo.sched.batch import StepPlan
 from octavo.sched.scheduler import Scheduler, SchedulerConfig, SettleFirst
@@ -78,6 +80,7 @@ class EngineCore:
         self._sequence = 0
         self._settled_s: float | None = None  # when the last decode step was settled
         self._stats = StatsKeeper()
+        self._peak = PoolSizes(0, 0)  # pages held when the full pool's were most; kept for two pools only
         self._outputs = OutputProcessor(parts.tokenizer, parts.tokenizer.eos_ids)
         self.tiers = parts.tiers
         if self.tiers is not None:
@@ -185,6 +188,8 @@ class EngineCore:
         if settled is not None:
             self._settle(settled)
         self._stalled = self.side is not None and plan is None and settled is None
+        if self.parts.capacity is not None:
+            self._peak = max(self._peak, held_pages(self.ledger))
         if self.config.check_books:
             self._check_books()
         outputs, self._ready = self._ready, []
@@ -481,8 +486,12 @@ class EngineCore:
             line["request_id"] = owner.call_id if owner is not None else None
             line["choice"] = owner.choice if owner is not None else None
             line["tokens"] = len(owner.tokens) if owner is not None else None
+        capacity = self.parts.capacity
         return {
             **books,
+            **({} if capacity is None else {
+                "sliding": sliding_report(self.ledger, self.parts.page_bytes, self._peak, capacity)
+            }),
             **({} if self.tiers is None else {"tiers": self.tiers.report()}),
             "scheduler": {
                 "running": len(self.scheduler.running),

@@ -19,6 +19,7 @@ from octavo.engine.tiers import TierControl
 from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger, LedgerConfig
 from octavo.kv.policy import load_policy
+from octavo.kv.saving import Capacity, PageBytes, longest_requests, two_pool_saving
 from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
 from octavo.model.load.loader import LoadedModel, load_model
 from octavo.model.registry import build_network, kv_page_bytes, make_kv
@@ -51,6 +52,8 @@ class Parts:
     info: dict[str, Any] = field(default_factory=dict)
     chunk_tokens: int | None = None  # longest prompt chunk; None: the configuration's
     tiers: TierControl | None = None
+    page_bytes: PageBytes = PageBytes(0, 0)
+    capacity: Capacity | None = None  # with sliding layers: what the two pools hold at most
 
 
 def build(
@@ -124,6 +127,8 @@ def build(
         tier, sparse = make_tiers(
             config, plan, network, draft.reserve, max_rows=max_rows, width_pages=ledger.width_pages, device=device
         )
+    page_bytes = PageBytes(full_bytes, swa_bytes)
+    capacity = _capacity(config, ledger.config, draft.reserve) if sizes.swa_pages else None
     kv = make_kv(network, sizes, max_rows=max_rows, width_pages=ledger.width_pages, device=device, sparse=sparse)
     drafter = draft.make(Bound(network, max_rows, max_model_len + draft.reserve.tokens, device))
     sampler = Sampler(network, max_rows, max_model_len, loaded.config.vocab_size, device)
@@ -140,7 +145,7 @@ def build(
         adaptive=_adaptive(config, drafter),
         grammars=GrammarCompiler(loaded.tokenizer, loaded.config.vocab_size),
         startup_lines=[
-            *_startup_lines(config, loaded, network, ledger, draft, full_bytes, swa_bytes),
+            *_startup_lines(config, loaded, network, ledger, draft, page_bytes, capacity),
             *([] if plan is None else [tier_line(config, plan)]),
         ],
         trace=trace,
@@ -149,6 +154,8 @@ def build(
         tiers=None if tier is None or plan is None else TierControl(
             ledger, runner, TierMover(tier, kv, device), plan.max_draft_tokens
         ),
+        page_bytes=page_bytes,
+        capacity=capacity,
     )
 
 
@@ -285,14 +292,14 @@ def _startup_lines(
     network: Any,
     ledger: Ledger,
     draft: DraftPlan,
-    full_bytes: int,
-    swa_bytes: int,
+    page_bytes: PageBytes,
+    capacity: Capacity | None,
 ) -> list[str]:
     books = ledger.config
     p = books.page_size
-    pools = [_pool_line("full", books.full_pages, p, full_bytes)]
+    pools = [_pool_line("full", books.full_pages, p, page_bytes.full)]
     if books.swa_pages:
-        pools.append(_pool_line("sliding window", books.swa_pages, p, swa_bytes))
+        pools.append(_pool_line("sliding window", books.swa_pages, p, page_bytes.swa))
     longest = row_width_pages(books.context_tokens - 1, draft.reserve.tokens, p)
     kv_dtype = config.compute_dtype if config.kv_dtype == "auto" else config.kv_dtype
     fits = books.full_pages // longest
@@ -301,9 +308,31 @@ def _startup_lines(
         f"kernels  {network.kernels}, {config.num_threads} threads",
         f"weights  {format_size(network.weight_bytes)} ({network.formats})",
         f"KV       {'; '.join(pools)} (page {p} tokens, {kv_dtype})",
-        f"fits     {fits} requests of {books.context_tokens} tokens; at most {config.max_running} run together",
+        f"fits     {fits} requests of {books.context_tokens} tokens; at most {config.max_running} run together"
+        + ("" if capacity is None else _saving_words(capacity, page_bytes)),
         f"draft    {draft.description}",
     ]
+
+
+def _capacity(config: EngineConfig, books: LedgerConfig, reserve: DecodeReserve) -> Capacity:
+    return longest_requests(
+        PoolSizes(books.full_pages, books.swa_pages),
+        window_tokens=books.window_tokens,
+        page_size=books.page_size,
+        reserve=reserve,
+        chunk_tokens=books.chunk_tokens,
+        request_slots=config.max_running,
+        context_tokens=books.context_tokens,
+        overlap=books.overlap,
+    )
+
+
+def _saving_words(capacity: Capacity, page_bytes: PageBytes) -> str:
+    saving = two_pool_saving(capacity.pages, page_bytes)
+    return (
+        f"; {capacity.requests} of them take {format_size(saving.two_pools_bytes)} in two pools, "
+        f"{format_size(saving.one_pool_bytes)} in one for all layers ({format_size(saving.saved_bytes)} saved)"
+    )
 
 
 def _pool_line(name: str, pages: int, page_size: int, page_bytes: int) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.kv.books import ROW_STATE_NAMES
+from octavo.kv.saving import Capacity, PageBytes, two_pool_saving
+from octavo.kv.sizing import PoolSizes
 
 if TYPE_CHECKING:
     from octavo.kv.ledger_base import LedgerBase
@@ -55,6 +57,36 @@ def ledger_report(ledger: LedgerBase, *, page_map: bool | None = None) -> dict[s
             "splits": tree.splits,
         },
         **({} if ledger.tiers is None else {"tiers": ledger.tiers.report()}),
+    }
+
+
+def held_pages(ledger: LedgerBase) -> PoolSizes:
+    """Pages of both pools that requests and transfers hold: a shared page once, cached pages that nobody uses not."""
+    full, swa, tree = ledger.full_pool, ledger.swa_pool, ledger.tree
+    return PoolSizes(
+        full.total - full.free - tree.evictable_full,
+        swa.total - swa.free - tree.evictable_swa if swa is not None else 0,
+    )
+
+
+def sliding_report(ledger: LedgerBase, page_bytes: PageBytes, peak: PoolSizes, capacity: Capacity) -> dict[str, Any]:
+    """What the SWA pool saves against one full-length pool for all layers; `two_pool_saving` has the formula.
+
+    full_page_bytes, swa_page_bytes   a page of either pool
+    now        `held_pages`: full_pages, swa_pages for the same tokens, two_pools_bytes, one_pool_bytes, saved_bytes
+    peak       the same when full_pages was largest
+    capacity   the same when `requests` requests of `context_tokens` tokens run together
+    """
+    return {
+        "full_page_bytes": page_bytes.full,
+        "swa_page_bytes": page_bytes.swa,
+        "now": two_pool_saving(held_pages(ledger), page_bytes)._asdict(),
+        "peak": two_pool_saving(peak, page_bytes)._asdict(),
+        "capacity": {
+            "requests": capacity.requests,
+            "context_tokens": capacity.context_tokens,
+            **two_pool_saving(capacity.pages, page_bytes)._asdict(),
+        },
     }
 
 
