@@ -2,10 +2,11 @@
 
     python scripts/make_references.py smollm2 /path/to/SmolLM2-135M-Instruct.Q4_1.gguf
     python scripts/make_references.py gemma3-270m /path/to/gemma-3-270m.gguf
+    python scripts/make_references.py gemma3-270m-4k /path/to/gemma-3-270m.gguf    one prompt of 3,960 tokens
 
-For every prompt: its token ids (transformers' own reading of the file's tokenizer), 64 greedy ids, the largest
-logits behind the prompt, and the smallest gap between the two best logits met on the way (a gap below the
-comparison's tolerance would make the ids a coin toss, so such prompts are refused).
+For every prompt: its token ids (transformers' own reading of the file's tokenizer), 64 greedy ids (32 behind the
+prompt of 3,960), the largest logits behind the prompt, and the smallest gap between the two best logits met on the
+way (a gap below the comparison's tolerance would make the ids a coin toss, so such prompts are refused).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 
-OUTPUT = Path(__file__).resolve().parent.parent / "tests" / "models" / "references"
+REPO = Path(__file__).resolve().parent.parent
+OUTPUT = REPO / "tests" / "models" / "references"
 GREEDY_TOKENS = 64
+CONTEXT_GREEDY_TOKENS = 32
 TOP = 32
 SMALLEST_GAP = 2e-3
 
@@ -45,6 +48,15 @@ _ENTRIES = "".join(_LINE.format(i, 40 + 7 * i, 3 * i + 2, (i * i) % 11) for i in
 LONG_PROMPT = _ENTRIES + "In summary, the keeper"  # longer than Gemma's window of 512 tokens
 
 
+def context_prompt() -> str:
+    """A prompt of 3,960 tokens of Gemma's: 56 entries of a log, the licence, and the question what entry 7 said.
+
+    That entry stands some 3,700 tokens back, seven windows of the sliding layers: only full attention sees it.
+    """
+    entries = "".join(_LINE.format(i, 40 + 7 * i, 3 * i + 2, (i * i) % 11) for i in range(1, 57))
+    return entries + (REPO / "LICENSE").read_text() + "\nEntry 7: the keeper counted"
+
+
 def load(path: Path) -> tuple[Any, Any]:
     """(model in float32, tokenizer) read from a GGUF file by transformers itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +70,7 @@ def load(path: Path) -> tuple[Any, Any]:
 @torch.no_grad()
 def answer(model: Any, ids: list[int], tokens: int = GREEDY_TOKENS) -> dict[str, Any]:
     """Greedy continuation of `ids`, plus the top logits behind the prompt."""
-    out = model(torch.tensor([ids]), use_cache=True)
+    out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
     first = out.logits[0, -1].float()
     greedy: list[int] = []
     smallest_gap, step = float("inf"), first
@@ -82,16 +94,19 @@ def answer(model: Any, ids: list[int], tokens: int = GREEDY_TOKENS) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=("smollm2", "gemma3-270m"))
+    parser.add_argument("name", choices=("smollm2", "gemma3-270m", "gemma3-270m-4k"))
     parser.add_argument("path", type=Path)
     args = parser.parse_args()
     import transformers
 
     torch.set_num_threads(1)
     model, tokenizer = load(args.path)
+    prompts, tokens = [*PROMPTS, LONG_PROMPT], GREEDY_TOKENS
+    if args.name == "gemma3-270m-4k":
+        prompts, tokens = [context_prompt()], CONTEXT_GREEDY_TOKENS
     answers = []
-    for prompt in [*PROMPTS, LONG_PROMPT]:
-        result = answer(model, tokenizer(prompt)["input_ids"])
+    for prompt in prompts:
+        result = answer(model, tokenizer(prompt)["input_ids"], tokens)
         print(f"{len(result['prompt_ids'])} tokens, smallest gap {result['smallest_gap']}: {prompt[:40]!r}", flush=True)
         if result["smallest_gap"] >= SMALLEST_GAP:
             answers.append({"text": prompt, **result})
