@@ -45,8 +45,11 @@ def ceil_pages(tokens: int, page_size: int) -> int:
 
 
 def distinct(values: Int64Array) -> Int64Array:
-    """The different values, ascending. (`np.unique` hashes, which is many times slower for page and cell numbers.)"""
-    ordered = np.sort(values)
+    """The different values, ascending. (`np.unique` hashes, which is many times slower for page and cell numbers.)
+
+    A merge sort: what comes here is made of ascending runs, the pages or cells of one row after another.
+    """
+    ordered = np.sort(values, kind="stable")
     keep = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
     return ordered[keep]
