@@ -13,7 +13,7 @@ from octavo.api.convert import chat_ids
 from octavo.api.schema import AbortRequest, DetokenizeRequest, TokenizeRequest
 from octavo.api.scrape import kv_view, metric_values
 from octavo.api.service import Service, version
-from octavo.errors import EngineDead, RequestError
+from octavo.errors import RequestError
 from octavo.obs.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -212,9 +212,3 @@ async def kv_page() -> HTMLResponse:
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; " \
              "img-src data:; frame-ancestors 'none'; base-uri 'none'"
     return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
-
-
-def require_engine(service: Service) -> None:
-    """Raises `EngineDead` where the engine cannot be asked."""
-    if not service.client.healthy:
-        raise EngineDead(f"the engine process is {service.client.state.value}")

@@ -82,9 +82,6 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             raise _bad_text(text) from None
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are not a whole character become U+FFFD; ids out of the vocabulary give nothing."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
