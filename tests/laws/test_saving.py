@@ -49,6 +49,7 @@ def fitting(full_pages: int, swa_pages: int, **changes: Any) -> Capacity:
         (100_000, 100_000, 8, 343),  # no more than the request slots
         (256, 98, 0, 0),
         (257, 97, 0, 0),
+        (257, 0, 0, 0),
     ],
 )
 def test_how_many_of_the_longest_requests_fit(full: int, swa: int, requests: int, swa_held: int) -> None:

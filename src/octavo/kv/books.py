@@ -24,6 +24,16 @@ class OutOfRows(OctavoError):
         super().__init__(f"all {max_rows} request rows are in use")
 
 
+class NoSuchRow(OctavoError, IndexError):
+    """A row, or rows, that the ledger does not have: nothing has changed."""
+
+    code = "no_such_row"
+
+    def __init__(self, row: object, max_rows: int) -> None:
+        self.row, self.max_rows = row, max_rows
+        super().__init__(f"row {row!r}: the rows of this ledger are whole numbers, 0 … {max_rows - 1}")
+
+
 class RowState:
     """Values of `Ledger.row_state`: plain integers."""
 

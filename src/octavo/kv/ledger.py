@@ -23,6 +23,7 @@ from octavo.kv.books import (
     Admission,
     DecodePlan,
     LedgerConfig,
+    NoSuchRow,
     OutOfRows,
     Preallocation,
     RowState,
@@ -46,11 +47,16 @@ from octavo.kv.sizing import (
 )
 from octavo.kv.sliding import eviction_floors
 
-__all__ = ["Admission", "DecodePlan", "Ledger", "LedgerConfig", "OutOfRows", "Preallocation", "RowState"]
+__all__ = [
+    "Admission", "DecodePlan", "Ledger", "LedgerConfig", "NoSuchRow", "OutOfRows", "Preallocation", "RowState",
+]  # fmt: skip
 
 
 class Ledger(TierLedger):
-    """See the module. Rows are small integers; a (row, generation) pair names one life of a row."""
+    """See the module. Rows are small integers; a (row, generation) pair names one life of a row.
+
+    Every method that takes rows raises `NoSuchRow` for one that is no whole number from 0 to `max_rows` − 1.
+    """
 
     # --- life of a request -------------------------------------------------------------------------------------
 
@@ -87,7 +93,7 @@ class Ledger(TierLedger):
 
         Raises `OutOfPages` (nothing changed), `LawViolation` 3 if upto lies below `known`, 10 if the row is too narrow.
         """
-        self._require(row, RowState.ACTIVE, "extend")
+        row = self._require(row, RowState.ACTIVE, "extend")
         if upto_tokens < self._known[row]:
             raise self._broken(3, "known would fall", row, known=int(self._known[row]), upto=upto_tokens)
         if upto_tokens > self.config.context_tokens:
@@ -110,7 +116,7 @@ class Ledger(TierLedger):
         if tokens > self.config.largest_reserve_tokens:
             largest = self.config.largest_reserve_tokens
             raise self._broken(10, "reserve is larger than rows are made for", reserve=tokens, largest=largest)
-        at = np.asarray(rows, np.int64)
+        at = self._rows(rows)
         plan = self._plan_one(int(at[0]), tokens) if len(at) == 1 else self._plan_many(at, tokens)
         if self.trace is not None:
             self.trace.record("plan", rows=at, reserve=tokens)
@@ -130,7 +136,7 @@ class Ledger(TierLedger):
         plannable = self._plannable.take(rows)
         if not plannable.all():
             self._require(int(rows[~plannable][0]), RowState.ACTIVE, "plan_decode")
-        view = self.rows_view(rows)
+        view = self._view(rows)
         plan = DecodePlan(*page_aligned_decode_alloc_lens(view, reserve=reserve, page_size=self.page_size))
         if plan.needed_tokens:
             self._take_for_plan(rows, plan)
@@ -138,6 +144,9 @@ class Ledger(TierLedger):
 
     def rows_view(self, rows: Int64Array) -> RowsView:
         """Rows as `page_aligned_decode_alloc_lens` takes them: what a plan of them would start from."""
+        return self._view(self._rows(rows))
+
+    def _view(self, rows: Int64Array) -> RowsView:
         return RowsView(self._allocated.take(rows), self._known.take(rows))
 
     def _take_for_plan(self, rows: Int64Array, plan: DecodePlan) -> None:
@@ -167,7 +176,7 @@ class Ledger(TierLedger):
 
         Raises `LawViolation` 3 where a length would fall, 2 where it would pass the watermark; nothing has changed.
         """
-        at, lengths = np.asarray(rows, np.int64), np.asarray(new_committed, np.int64)
+        at, lengths = self._rows(rows), np.asarray(new_committed, np.int64)
         applied = (self._generation[at] == np.asarray(generations, np.int64)) & self._plannable[at]
         if applied.all():
             live, new = at, lengths
@@ -197,7 +206,7 @@ class Ledger(TierLedger):
         not alive in this row, for nobody could match it. With a host tier, only what is backed up and was written by
         a dense pass.
         """
-        self._require(row, RowState.ACTIVE, "publish")
+        row = self._require(row, RowState.ACTIVE, "publish")
         protected = int(self._protected[row])
         if not self.config.prefix_cache:
             return protected
@@ -246,10 +255,10 @@ class Ledger(TierLedger):
         Frees the rows' own SWA pages below it and unlocks the tree's. Returns how many pages left rows. Call it
         after commits, and before retracting anybody.
         """
+        at = self._rows(rows)
         pool, table = self.swa_pool, self._swa
         if pool is None or table is None:
             return 0
-        at = np.asarray(rows, np.int64)
         if not self._plannable[at].all():
             self._require(int(at[~self._plannable[at]][0]), RowState.ACTIVE, "evict")
         floors = eviction_floors(self._committed[at], self.config.window_tokens, self.page_size)
@@ -297,6 +306,7 @@ class Ledger(TierLedger):
         row, its pages stay held and the row is not given out again (law 14). Of a row in transfer only the lease
         remains, until `land`, `fail_transfer` or `quarantine` says that its transfer is final.
         """
+        row = self._row(row)
         state = int(self._state[row])
         if state not in (RowState.ACTIVE, RowState.TRANSFER):
             raise self._broken(6, f"release of a row that is {ROW_STATE_NAMES[state]}", row)

@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 
 from octavo.errors import LawViolation, OutOfPages
-from octavo.kv.books import ROW_STATE_NAMES, LedgerConfig, OutOfRows, RowState, Table, read_only
+from octavo.kv.books import ROW_STATE_NAMES, LedgerConfig, NoSuchRow, OutOfRows, RowState, Table, read_only
 from octavo.kv.inflight import Aside, InFlight
-from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages
+from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, whole_number, whole_numbers
 from octavo.kv.policy import EvictPolicy, LeastRecentlyUsed
 from octavo.kv.pool import PagePool, PageState
 from octavo.kv.prefix import Match, Node, PrefixTree
@@ -26,7 +26,7 @@ class LedgerBase:
         self._shift = p.bit_length() - 1
         self.width_pages = config.width_pages
         self.width_tokens = self.width_pages * p
-        rows = config.max_rows
+        self._max_rows = rows = config.max_rows
         self._committed, self._known, self._allocated = (np.zeros(rows, np.int64) for _ in range(3))
         self._protected, self._evicted, self._fill = (np.zeros(rows, np.int64) for _ in range(3))
         self._generation = np.ones(rows, np.int64)
@@ -115,7 +115,7 @@ class LedgerBase:
 
     def path_end(self, row: int) -> Node:
         """The node at which the locked path of a live row ends: exactly at `protected`."""
-        return cast(Node, self._node[row])
+        return cast(Node, self._node[self._row(row)])
 
     def free_pages(self, pool: str) -> int:
         return self._pool(pool).free
@@ -148,11 +148,32 @@ class LedgerBase:
         self.stats["violations"] += 1
         return LawViolation(law, message, row=row, **numbers)
 
-    def _require(self, row: int, state: int, entry: str) -> None:
-        now = int(self._state[row])
+    def _row(self, row: object) -> int:
+        """`row` as an int. Raises `NoSuchRow`."""
+        at = whole_number(row)
+        if at is None or not 0 <= at < self._max_rows:
+            raise NoSuchRow(row, self._max_rows)
+        return at
+
+    def _rows(self, rows: object) -> Int64Array:
+        """`rows` as int64 [n]. Raises `NoSuchRow`: without this, -1 would be the last row."""
+        at = whole_numbers(rows)
+        if at is None:
+            raise NoSuchRow(rows, self._max_rows)
+        # Seen without a sign, numbers below 0 are the largest: one pass finds both kinds.
+        most = at.item(0) if len(at) == 1 else np.maximum.reduce(at.view(np.uint64), initial=0)
+        if not 0 <= most < self._max_rows:
+            raise NoSuchRow(int(at[(at < 0) | (at >= self._max_rows)][0]), self._max_rows)
+        return at
+
+    def _require(self, row: object, state: int, entry: str) -> int:
+        """`row` as an int. Raises `NoSuchRow`, or `LawViolation` 2 if it is not in `state`."""
+        at = self._row(row)
+        now = int(self._state[at])
         if now != state:
             expected = ROW_STATE_NAMES[state]
-            raise self._broken(2, f"{entry} of a row that is {ROW_STATE_NAMES[now]}", row, expected=expected)
+            raise self._broken(2, f"{entry} of a row that is {ROW_STATE_NAMES[now]}", at, expected=expected)
+        return at
 
     def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int, budget_pages: int) -> int:
         """Give out a row, lock the match for it and map its pages. The caller has checked that there is a row."""
@@ -219,10 +240,11 @@ class LedgerBase:
 
     def width_of(self, row: int) -> int:
         """Pages of the row up to its watermark."""
-        return int(self._allocated[row]) >> self._shift
+        return int(self._allocated[self._row(row)]) >> self._shift
 
     def pages_of(self, row: int) -> tuple[Int32Array, Int32Array, Int32Array]:
         """A row's (own full pages, own SWA pages, SWA pages of the tree that it has locked)."""
+        row = self._row(row)
         protected, end = int(self._protected[row]) >> self._shift, self.width_of(row)
         full = self._full.cells[row, protected:end]
         if self._swa is None:

@@ -30,10 +30,9 @@ class TierLedger(TransferLedger):
     def begin_backup(self, rows: Sequence[int] | Int64Array) -> Backup | None:
         """An operation of kind "backup" for the whole pages of active `rows` that the host knows as committed and that
         no backup has named. One backup of a row at a time. None if there are none, or no host tier."""
-        tiers = self.tiers
+        at, tiers = self._rows(rows), self.tiers
         if tiers is None:
             return None
-        at = np.asarray(rows, np.int64)
         at = at[self._plannable[at] & (tiers.backing[at] == tiers.backed[at])]
         first, last = tiers.backing[at], self.committed[at] >> self._shift
         at, first, last = (values[last > first] for values in (at, first, last))
@@ -70,7 +69,7 @@ class TierLedger(TransferLedger):
         tiers = self.tiers
         if tiers is None:
             raise ValueError("this ledger has no host tier")
-        self._require(row, RowState.ACTIVE, "retract")
+        row = self._require(row, RowState.ACTIVE, "retract")
         if self.inflight.per_row[row]:
             raise self._broken(
                 14, "retract of a row that is in flight", row, operations=int(self.inflight.per_row[row])
@@ -111,6 +110,7 @@ class TierLedger(TransferLedger):
 
     def unbacked(self, row: int) -> tuple[int, int]:
         """Columns [first, last) that a retraction must copy first: backed … ceil_p(committed)."""
+        row = self._row(row)
         if self.tiers is None:
             raise ValueError(f"row {row} {ROW_STATE_NAMES[int(self._state[row])]}: this ledger has no host tier")
         return int(self.tiers.backed[row]), ceil_p(int(self.committed[row]), self.page_size) >> self._shift

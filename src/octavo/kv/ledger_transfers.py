@@ -146,6 +146,7 @@ class TransferLedger(LedgerBase):
         False if that life of the row is over: its lease ends, its pages are freed, the data is discarded.
         In the host tier: the row gets its device slots now. Raises `OutOfPages` ("slots"); then nothing has changed.
         """
+        row = self._row(row)
         lease = self._leases.get((row, generation))
         if lease is None:
             return False
@@ -174,6 +175,7 @@ class TransferLedger(LedgerBase):
     def fail_transfer(self, row: int, generation: int, *, final: bool = True) -> bool:
         """The transfer failed: the request's life ends. `final` says that nothing will be written any more; without
         it the pages stay leased until a later `fail_transfer`, `land` or `quarantine`. False if nothing was leased."""
+        row = self._row(row)
         lease = self._leases.get((row, generation))
         if lease is None:
             return False
@@ -189,6 +191,7 @@ class TransferLedger(LedgerBase):
 
     def quarantine(self, row: int, generation: int) -> int:
         """The transfer's status will never be final: its pages are kept out of use. Returns how many that are."""
+        row = self._row(row)
         lease = self._leases.get((row, generation))
         if lease is None:
             return 0
@@ -245,7 +248,7 @@ class TransferLedger(LedgerBase):
 
     def begin_op(self, rows: Sequence[int] | Int64Array, kind: str = "step") -> int:
         """An operation that names `rows` starts. kind: "step", "transfer", "backup" or "load". Returns its id."""
-        at = np.array(rows, np.int64)
+        at = self._rows(rows).copy()
         if not self._state[at].all():
             raise self._broken(14, "an operation names a free row", int(at[self._state[at] == RowState.FREE][0]))
         op = self.inflight.begin(at, kind)

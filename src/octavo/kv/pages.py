@@ -44,6 +44,26 @@ def ceil_pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def whole_number(value: object) -> int | None:
+    """`value` as an int if it is a whole number on the host, else None.
+
+    No bool, and nothing that can only be converted: a fraction would be cut off, a device's number waited for (law 8).
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return None
+    return int(value)
+
+
+def whole_numbers(values: object) -> Int64Array | None:
+    """Whole numbers [n] as int64, narrower types widened; None if they are none, or not all fit into int64."""
+    array = np.asarray(values)
+    if array.dtype == np.int64 and array.ndim == 1:
+        return array
+    if array.ndim != 1 or (len(array) and (array.dtype.kind not in "iu" or array.dtype == np.uint64)):
+        return None
+    return array.astype(np.int64)
+
+
 def distinct(values: Int64Array) -> Int64Array:
     """The different values, ascending. (`np.unique` hashes, which is many times slower for page and cell numbers.)
 
@@ -58,9 +78,7 @@ def distinct(values: Int64Array) -> Int64Array:
 def check_page_size(page_size: object, option: str = "page_size") -> int:
     """Return `page_size` if it is a power of two >= 1, else raise `ConfigError` naming `option`."""
     allowed = "a power of two: 1, 2, 4, 8, 16, 32, …"
-    if isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)):
-        raise ConfigError(option, page_size, allowed)
-    size = int(page_size)
-    if size < 1 or size & (size - 1):
+    size = whole_number(page_size)
+    if size is None or size < 1 or size & (size - 1):
         raise ConfigError(option, page_size, allowed)
     return size

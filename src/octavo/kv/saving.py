@@ -11,8 +11,9 @@ from typing import NamedTuple
 from octavo.kv.sizing import (
     DecodeReserve,
     PoolSizes,
-    full_budget_pages,
     min_swa_pages,
+    reserve_tokens,
+    row_width_pages,
     swa_decode_bound_pages,
 )
 
@@ -71,7 +72,7 @@ def longest_requests(
     while it decodes, and P = min(L, ceil((W + max(reserve, q·chunk))/p) + 2) of the one that is being prefilled. So
     n = min(slots, full/L, 1 + (swa − P)/D), which hold n·L full pages and P + (n − 1)·D SWA pages; 0 if none fits.
     """
-    each = full_budget_pages(context_tokens, 0, context_tokens, reserve, page_size)
+    each = row_width_pages(context_tokens - 1, reserve_tokens(reserve), page_size)
     decoding = min(each, swa_decode_bound_pages(window_tokens, reserve, page_size))
     filling = min(each, min_swa_pages(window_tokens, reserve, chunk_tokens, page_size, overlap=overlap))
     requests = max(0, min(request_slots, sizes.full_pages // each, 1 + (sizes.swa_pages - filling) // decoding))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.kv.pages import Int64Array, ceil_p, ceil_pages, check_page_size
+from octavo.kv.pages import Int64Array, ceil_p, ceil_pages, check_page_size, whole_number, whole_numbers
 
 
 class ReserveError(ConfigError, ValueError):
@@ -33,7 +32,7 @@ class DecodeReserve:
 
     def __post_init__(self) -> None:
         for name, value in (("footprint", self.footprint), ("commit_lag", self.commit_lag)):
-            if not isinstance(value, (int, np.integer)):
+            if whole_number(value) is None:
                 raise ReserveError(name, value, "a whole number of tokens")
         if self.footprint < 1:
             raise ReserveError("footprint", self.footprint, "a step writes at least one position")
@@ -86,19 +85,19 @@ def reserve_tokens(reserve: DecodeReserve | int) -> int:
     """The reserve in tokens. A bare number that is not whole or below 0 raises `ReserveError`."""
     if isinstance(reserve, DecodeReserve):
         return reserve.tokens
-    try:
-        tokens = operator.index(reserve)
-    except TypeError:
-        raise ReserveError("reserve", reserve, "a DecodeReserve or a whole number of tokens") from None
+    tokens = whole_number(reserve)
+    if tokens is None:
+        raise ReserveError("reserve", reserve, "a DecodeReserve or a whole number of tokens")
     if tokens < 0:
         raise ReserveError("reserve", reserve, "must be at least 0")
     return tokens
 
 
 class RowsView(NamedTuple):
-    """Rows of a ledger, as arrays [n]: the fast form of the watermark's input.
+    """Rows of a ledger, as arrays [n] of lengths in tokens: the fast form of the watermark's input.
 
-    `known` is committed plus the exact length of a prefill chunk in flight (law 4).
+    `known` is committed plus the exact length of a prefill chunk in flight (law 4). Arrays of narrower integers are
+    widened to int64, where a length plus a reserve cannot wrap round.
     """
 
     allocated: Int64Array
@@ -126,12 +125,12 @@ def page_aligned_decode_alloc_lens(
     requests   objects with `kv.kv_allocated_len` and `kv.kv_committed_len` (or the same names on the object
                itself), or a `RowsView` of ledger rows
     returns    (current, next, needed_tokens); needed_tokens = Σ(next − current). Lists for objects, arrays for rows.
-    Pure host arithmetic; nothing is changed.
+    Pure host arithmetic; nothing is changed. Raises `ConfigError` naming what is no whole number of tokens.
     """
     tokens = reserve_tokens(reserve)
     p = check_page_size(page_size)
     if isinstance(requests, RowsView):
-        allocated, known = requests
+        allocated, known = _lengths("allocated", requests.allocated), _lengths("known", requests.known)
         grown = known + (tokens + p - 1)
         grown &= -p
         np.maximum(grown, allocated, out=grown)
@@ -148,9 +147,18 @@ def _length(request: Any, name: str) -> int:
     """`request.kv.<name>` where it exists, else `request.<name>`: a host integer (law 8), else `ConfigError`."""
     value = getattr(getattr(request, "kv", None), name, None)
     value = getattr(request, name) if value is None else value
-    if not isinstance(value, (int, np.integer)) or value < 0:
+    tokens = whole_number(value)
+    if tokens is None or tokens < 0:
         raise ConfigError(name, value, "a whole number of tokens from 0, on the host")
-    return int(value)
+    return tokens
+
+
+def _lengths(name: str, values: object) -> Int64Array:
+    """A field of `RowsView` as int64 [n], else `ConfigError`."""
+    lengths = whole_numbers(values)
+    if lengths is None:
+        raise ConfigError(f"RowsView.{name}", values, "whole numbers of tokens [n] that a signed 64-bit integer holds")
+    return lengths
 
 
 def row_width_pages(context_tokens: int, largest_reserve_tokens: int, page_size: int) -> int:
