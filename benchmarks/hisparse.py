@@ -1,17 +1,19 @@
 """HiSparse against dense attention: speed, memory and quality of decode steps by length and number of pages.
 
-    python benchmarks/hisparse.py --seeds 20      the figures of docs/hisparse.md: hours
-    python benchmarks/hisparse.py --parts speed --streams 1 --fractions 4,8,16 --json s.json --plot s.svg
-    python benchmarks/hisparse.py --parts perplexity,needle --minutes 5 --json q.json --plot q.svg
-    python benchmarks/hisparse.py --parts speed --model gemma3-270m --contexts 8192
+    python benchmarks/hisparse.py --parts speed --streams 1,8 --peer llama.cpp --json speed.json --plot speed.svg
+    python benchmarks/hisparse.py --parts perplexity,needle --contexts 1024,4096,8192 --seeds 20 --json quality.json
+    python benchmarks/hisparse.py --parts memory,perplexity,needle --model gemma3-270m --contexts 8192,32768
+    python benchmarks/hisparse.py --parts needle --limit-minutes 30 --json quality.json      and again: goes on
 
-One dense prefill serves a whole line of settings: its pages, all layers of the model, are the host tier of the sparse
-runs. Every run of a line decodes the same tokens from the same state.
+The work is cut into units, each written to the JSON file as soon as it is done; the same command goes on where an
+earlier one stopped, was stopped, or ran into --limit-minutes. Every setting of a unit decodes from one dense prefill.
 
-    speed       milliseconds of a decode step (network and greedy token), device bytes of the KV, hits
+    speed       milliseconds of a decode step (network and greedy token), device bytes of the KV, hits; of the peer, the
+                milliseconds of its step behind the same tokens
+    memory      bytes of the KV on the device and in the host tier; nothing is computed
     perplexity  of the last --scored tokens of each window, decoded with every page or with K of them
-    needle      a number hidden at five depths of a text; the answer decoded greedily. The prompt is prefilled dense
-                in every case, so the first token of an answer is the dense one
+    needle      a number hidden at five depths of a text; the answer decoded greedily. The prompt is prefilled dense in
+                every case, so the first token of an answer is the dense one
 """
 
 from __future__ import annotations
@@ -19,291 +21,225 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
-import statistics
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from hisparse_runs import (
+    ANSWER_TOKENS,
+    DEPTHS,
+    PIECE,
+    WARM_STEPS,
+    Bench,
+    memory,
+    needle,
+    peer_speed,
+    perplexity,
+    speed,
+    windows_of,
+)
 
 from octavo.bench.plot import lines, picture
-from octavo.bench.record import environment
-from octavo.bench.scratch import scratch_pages
+from octavo.bench.record import environment, peak_memory_bytes
 from octavo.bench.workload import read_text, source_text, text_sha256
-from octavo.kv.sizing import PoolSizes
-from octavo.kv.tiers import least_device_pages
 from octavo.model.load import load_model
-from octavo.model.registry import build_network, make_kv
-from octavo.ops.meta import KVView, StepMeta
-from octavo.ops.sparse_state import back_up, new_sparse_view, summarise_host_pages
+from octavo.model.load.loader import LoadedModel
 
-PIECE = 16  # tokens scored in one step, each selecting for itself
-RECENT = 64
-ANSWER_TOKENS = 20
-DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
-NEEDLE = "The secret number of {city} is {number}. Remember it."
-QUESTION = "What is the secret number of {city}? Answer with the number only."
-CITIES = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Perth", "Zagreb", "Cairo")
+PARTS = ("speed", "memory", "perplexity", "needle")
+FORMAT = "octavo-hisparse-2"
+# What units of one file must have been measured with; the other options only say which units are wanted.
+FIXED = ("model", "fractions", "spare", "steps", "scored", "kv_dtype", "page_size", "sparse_dense_layers", "threads")
 
 
-def step_meta(ids: Sequence[Sequence[int]], start: int, *, decodes: bool) -> StepMeta:
-    """Row r computes ids[r] (equally many each) from position `start` on."""
-    rows, n = len(ids), len(ids[0])
-    slots = torch.arange(start, start + n).repeat(rows)
-    seq = torch.arange(rows).repeat_interleave(n)
-    flat = torch.tensor([token for row in ids for token in row])
-    first = torch.full((rows,), start)
-    indptr = tuple(range(0, rows * n + 1, n))
-    decoding = rows if decodes else 0
-    return StepMeta(flat, slots, slots, seq, torch.arange(rows), first, None, indptr, start + n, decoding)
+class Results:
+    """The file that units are collected in. A stop at any moment loses the unit at work and no more."""
+
+    def __init__(self, args: argparse.Namespace, text: str) -> None:
+        """Go on with the file if there is one. Ends the program if that was made with other options."""
+        self.path = Path(args.json)
+        fixed = {name: getattr(args, name) for name in FIXED} | {"text_sha256": text_sha256(text)}
+        self.data: dict[str, Any] = {"format": FORMAT, "fixed": fixed, "sessions": [], "units": {}}
+        if self.path.exists() and not args.fresh:
+            self.data = self._earlier(fixed)
+        self.data["sessions"].append(environment())
+
+    def _earlier(self, fixed: dict[str, Any]) -> dict[str, Any]:
+        hint = "name another --json, or start anew with --fresh"
+        try:
+            data = json.loads(self.path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise SystemExit(f"{self.path}: {error}; {hint}") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise SystemExit(f"{self.path}: not a result of format {FORMAT}; {hint}")
+        for name, value in fixed.items():
+            if data["fixed"].get(name) != value:
+                raise SystemExit(f"{self.path}: measured with {name} = {data['fixed'].get(name)}, not {value}; {hint}")
+        return data
+
+    def has(self, unit: dict[str, Any]) -> bool:
+        return name_of(unit) in self.data["units"]
+
+    def add(self, unit: dict[str, Any], entries: list[dict[str, Any]], seconds: float) -> None:
+        session = len(self.data["sessions"]) - 1
+        self.data["units"][name_of(unit)] = {**unit, "seconds": seconds, "session": session, "lines": entries}
+        self.save()
+
+    def save(self) -> None:
+        """Written beside and renamed: the file is whole at every moment."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_name(self.path.name + ".new")
+        fresh.write_text(json.dumps({**self.data, **self.totals()}, indent=1) + "\n")
+        os.replace(fresh, self.path)
+
+    def totals(self) -> dict[str, list[dict[str, Any]]]:
+        """The units added up: one line a context and setting (and depth, and number of streams)."""
+        sums: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {part: {} for part in PARTS}
+        for unit in self.data["units"].values():
+            part = unit["part"].partition(" ")[0]
+            where = {name: unit[name] for name in ("context", "streams", "depth") if name in unit}
+            for entry in unit["lines"]:
+                line = where | {name: value for name, value in entry.items() if name != "answer"}
+                key = (*where.values(), entry["setting"])
+                if (earlier := sums[part].setdefault(key, line)) is not line:
+                    for name in ("nll", "tokens", "found", "of"):
+                        if name in line:
+                            earlier[name] += line[name]
+        added = {part: sorted(found.values(), key=lambda n: n["context"]) for part, found in sums.items()}
+        for line in added["perplexity"]:
+            line["perplexity"] = math.exp(line["nll"] / line["tokens"])
+        dense = {n["context"]: n["perplexity"] for n in added["perplexity"] if n["setting"] == "dense"}
+        for line in added["perplexity"]:
+            line["change"] = line["perplexity"] / dense[line["context"]] - 1
+        return added
 
 
-class Bench:
-    """Both networks over the same weights, pages for `rows` rows of `tokens` tokens."""
+def name_of(unit: dict[str, Any]) -> str:
+    return " ".join(str(unit["part"]) if name == "part" else f"{name}={value}" for name, value in unit.items())
 
-    def __init__(self, args: argparse.Namespace, rows: int, tokens: int) -> None:
-        self.args, self.rows = args, rows
-        self.deadline = math.inf
-        self.loaded = load_model(args.model, accept_license=True)
-        common: dict[str, Any] = {
-            "dtype": torch.float32, "page_size": args.page_size, "kv_dtype": getattr(torch, args.kv_dtype),
-            "threads": args.threads, "max_positions": max(tokens, 1) + PIECE,
-        }  # fmt: skip
-        torch.set_num_threads(args.threads)
-        self.dense = build_network(self.loaded, **common)
-        self.sparse = build_network(self.loaded, sparse_dense_layers=args.sparse_dense_layers, **common)
-        if self.dense.kernels.startswith("native"):
-            torch.set_num_threads(1)
-        self.kv: KVView = scratch_pages(self.dense, rows, tokens + PIECE, args.page_size)
-        if self.kv.full is None:
-            raise SystemExit("this model has no full-attention layer")
-        self.host = self.kv.full
-        self.width = self.kv.full_table.shape[1]
 
-    def out_of_time(self, done: int) -> bool:
-        """Whether --minutes are over; the first window or seed is always measured."""
-        return done > 0 and time.perf_counter() > self.deadline
+def units(args: argparse.Namespace, ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What is to be done, in order. Seeds and windows go round the contexts, so that a stop leaves equal numbers."""
+    parts = args.parts.split(",")
+    for context in args.contexts:
+        for streams in args.streams:
+            if "speed" in parts:
+                yield {"part": "speed", "context": context, "streams": streams}
+                if args.peer:
+                    yield {"part": f"speed {args.peer}", "context": context, "streams": streams}
+            if "memory" in parts:
+                yield {"part": "memory", "context": context, "streams": streams}
+    for number in range(max(args.seeds, args.windows)):
+        for context in args.contexts:
+            if "perplexity" in parts and number < windows_of(ids, context, args.windows):
+                yield {"part": "perplexity", "context": context, "window": number}
+            for depth in DEPTHS if "needle" in parts and number < args.seeds else ():
+                yield {"part": "needle", "context": context, "seed": number, "depth": depth}
 
-    def prefill(self, ids: Sequence[int], *, copies: int = 1) -> None:
-        """Dense prefill of row 0; its pages are copied for rows 1 … copies - 1."""
-        for at in range(0, len(ids), 512):
-            self.dense.forward(step_meta([ids[at : at + 512]], at, decodes=False), self.kv)
-        for row in range(1, copies):
-            for pool in (self.kv.full, self.kv.swa):
-                if pool is not None:
-                    pool[row * self.width : (row + 1) * self.width] = pool[: self.width]
 
-    def sparse_kv(self, length: int, topk: int, device_pages: int, rows: int) -> KVView:
-        """State of rows whose first `length` tokens (whole pages) are in the host tier, all slots empty."""
-        net, args = self.sparse, self.args
-        view = new_sparse_view(
-            sparse_layers=net.sparse_layers, host_layers=net.host_layers, dense_host_layers=net.dense_host_layers,
-            slots=rows * device_pages, host=self.host, max_rows=rows, width_pages=self.width,
-            device_pages=device_pages, topk_pages=topk, recent_tokens=RECENT, footprint_tokens=PIECE,
-            dense_limit_tokens=0,
-        )  # fmt: skip
-        pages = length // args.page_size
-        view.row_slots.copy_(torch.arange(rows * device_pages, dtype=torch.int32).view(rows, device_pages))
-        view.host_table.copy_(self.kv.full_table[:rows])
-        view.backed.fill_(pages)
-        for row in range(rows):
-            summarise_host_pages(view, self.kv.full_table[row, :pages].long())
-        kv = self.kv
-        if net.full_layers:
-            kv = make_kv(net, PoolSizes(rows * self.width, 0), max_rows=rows, width_pages=self.width)
-            if kv.full is not None:
-                kv.full.copy_(self.host[: kv.full.shape[0], list(net.dense_host_layers)])
-            kv.full_table.copy_(self.kv.full_table[:rows])
-        return replace(kv, swa=self.kv.swa, swa_table=self.kv.swa_table, sparse=view)
+class Worker:
+    """Runs units. A bench with pages for several rows serves speed and memory, another of one row the quality."""
 
-    def settle(self, kv: KVView, start: int, end: int, rows: int) -> None:
-        """Pages that became complete between positions start and end go to the host tier."""
-        p = self.args.page_size
-        columns = torch.arange(start // p, end // p)
-        if kv.sparse is None or not len(columns):
+    def __init__(self, args: argparse.Namespace, loaded: LoadedModel, text: str) -> None:
+        self.args, self.loaded = args, loaded
+        self.ids = list(loaded.tokenizer.encode(text))
+        self.quality = Bench(args, loaded, 1, max(args.contexts) + PIECE)
+        self.many: tuple[int, Bench] | None = None
+
+    def bench(self, context: int) -> Bench:
+        if self.many is None or self.many[0] != context:
+            self.many = None  # gives the pages of another context back first
+            self.many = context, Bench(self.args, self.loaded, max(self.args.streams), context + ANSWER_TOKENS)
+        return self.many[1]
+
+    def run(self, unit: dict[str, Any]) -> list[dict[str, Any]]:
+        part, context = unit["part"], unit["context"] // self.args.page_size * self.args.page_size
+        if part == "speed":
+            return speed(self.bench(context), self.ids, context - PIECE, unit["streams"])
+        if part.startswith("speed "):
+            return peer_speed(self.args, self.ids, context - PIECE, unit["streams"])
+        if part == "memory":
+            return memory(self.bench(context), context, unit["streams"])
+        self.many = None
+        if part == "perplexity":
+            return perplexity(self.quality, self.ids, context, unit["window"])
+        return needle(self.quality, self.ids, context, unit["depth"], unit["seed"])
+
+
+def work(results: Results, worker: Worker, wanted: list[dict[str, Any]], limit_s: float) -> None:
+    """Run what is wanted and not there. Stops before a unit that would probably not end in time."""
+    began, spent = time.perf_counter(), _Spent(results)
+    todo = [unit for unit in wanted if not results.has(unit)]
+    print(f"{len(wanted)} units, {len(wanted) - len(todo)} of them done before", flush=True)
+    for number, unit in enumerate(todo, 1):
+        start = time.perf_counter()
+        if number > 1 and start - began + spent.expected(unit) > limit_s:
+            print(f"stopped after {(start - began) / 60:.1f} minutes with {len(todo) - number + 1} units to do")
             return
-        for row in range(rows):
-            back_up(kv, torch.full_like(columns, row), columns)
-            summarise_host_pages(kv.sparse, kv.sparse.host_table[row, columns].long())
-        kv.sparse.backed.fill_(end // p)
-
-    def forward(self, ids: Sequence[Sequence[int]], start: int, kv: KVView) -> torch.Tensor:
-        """Hidden states of a decode step, dense or sparse as kv says."""
-        network = self.sparse if kv.sparse is not None else self.dense
-        return network.forward(step_meta(ids, start, decodes=kv.sparse is not None), kv)[0]
-
-    def settings(self, length: int, rows: int) -> list[tuple[str, int, KVView]]:
-        """("dense" or "K = 1/8", K, state) of every run of a line."""
-        pages = length // self.args.page_size
-        made: list[tuple[str, int, KVView]] = [("dense", 0, self.kv)]
-        for divisor in self.args.fractions:
-            topk = max(1, pages // divisor)
-            least = least_device_pages(topk, RECENT, self.args.page_size)
-            buffer = min(self.width, int(least + self.args.spare * topk))
-            made.append((f"K = 1/{divisor}", topk, self.sparse_kv(length, topk, buffer, rows)))
-        return made
+        entries = worker.run(unit)
+        seconds = time.perf_counter() - start
+        results.add(unit, entries, seconds)
+        spent.note(unit, seconds)
+        left = sum(spent.expected(other) for other in todo[number:])
+        progress = f"[{number}/{len(todo)}, {seconds:.0f} s, about {left / 60:.0f} min left]"
+        print(f"{progress} {shown(unit, entries)}", flush=True)
 
 
-def device_bytes(kv: KVView, length: int, rows: int) -> int:
-    """KV bytes on the device for `rows` rows of `length` tokens: pages of dense layers, slots, page bounds."""
-    pages = -(-length // kv.page_size)
-    total = 0
-    if kv.full is not None and kv.full.shape[1]:
-        total += rows * pages * kv.full[0].numel() * kv.full.element_size()
-    if kv.sparse is not None:
-        view = kv.sparse
-        total += (view.slots.shape[0] - 1) * view.slots[0].numel() * view.slots.element_size()
-        total += rows * pages * view.bounds[:, 0].numel() * 4
-    return total
+class _Spent:
+    """Mean seconds of units by part and context, from this and earlier sessions."""
+
+    def __init__(self, results: Results) -> None:
+        self._seen: dict[tuple[str, int], list[float]] = {}
+        for unit in results.data["units"].values():
+            self.note(unit, unit["seconds"])
+
+    def note(self, unit: dict[str, Any], seconds: float) -> None:
+        self._seen.setdefault((unit["part"], unit["context"]), []).append(seconds)
+
+    def expected(self, unit: dict[str, Any]) -> float:
+        seen = self._seen.get((unit["part"], unit["context"]), [])
+        return sum(seen) / len(seen) if seen else 0.0
 
 
-def speed(bench: Bench, ids: Sequence[int], length: int, streams: int) -> list[dict[str, Any]]:
-    """Milliseconds per step of every setting, decoding the same tokens."""
-    results = []
-    bench.prefill(ids[:length], copies=streams)
-    for name, topk, kv in bench.settings(length, streams):
-        network = bench.sparse if kv.sparse is not None else bench.dense
-        wall, cpu = [], []
-        for i in range(bench.args.steps + 2):
-            at = length + i
-            if at + 1 > length + PIECE:
-                break
-            began, used = time.perf_counter(), time.process_time()
-            network.argmax(bench.forward([[ids[at]]] * streams, at, kv))
-            wall.append(1e3 * (time.perf_counter() - began))
-            cpu.append(1e3 * (time.process_time() - used))
-        counts = [0, 0, 0] if kv.sparse is None else kv.sparse.counts.tolist()
-        results.append(
-            {
-                "context": length, "streams": streams, "setting": name, "topk_pages": topk,
-                "device_pages": 0 if kv.sparse is None else kv.sparse.device_pages,
-                "step_ms": statistics.median(wall[2:]), "best_ms": min(wall[2:]), "cpu_ms": statistics.median(cpu[2:]),
-                "device_bytes": device_bytes(kv, length, streams),
-                "hit_share": counts[0] / max(1, counts[0] + counts[1]), "raw_ms": wall,
-            }
-        )  # fmt: skip
-        show("speed", results[-1], "step_ms", "cpu_ms", "device_bytes", "hit_share")
-    return results
+def shown(unit: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
+    """A unit's outcome in one line."""
+    value: Callable[[dict[str, Any]], str] = {
+        "speed": lambda n: f"{n['step_ms']:.1f} ms",
+        "memory": lambda n: f"{n['device_bytes'] / 2**20:.0f} MiB",
+        "perplexity": lambda n: f"{math.exp(n['nll'] / n['tokens']):.2f}",
+        "needle": lambda n: "found" if n["found"] else "missed",
+    }[unit["part"].partition(" ")[0]]
+    return f"{name_of(unit)}: " + ", ".join(f"{entry['setting']} {value(entry)}" for entry in entries)
 
 
-def perplexity(bench: Bench, ids: Sequence[int], length: int) -> list[dict[str, Any]]:
-    """Perplexity of the last tokens of each window."""
-    scored = bench.args.scored
-    sums: dict[str, list[float]] = {}
-    for window in range(bench.args.windows):
-        first = window * (length + 257)
-        piece = ids[first : first + length + 1]
-        if len(piece) < length + 1 or bench.out_of_time(window):
-            break
-        start = (length - scored) // bench.args.page_size * bench.args.page_size
-        bench.prefill(piece[:start])
-        for name, topk, kv in bench.settings(start, 1):
-            total = 0.0
-            for at in range(start, length, PIECE):
-                end = min(length, at + PIECE)
-                hidden = bench.forward([piece[at:end]], at, kv)
-                logits = (bench.dense if kv.sparse is None else bench.sparse).logits(hidden).double()
-                wanted = torch.tensor(piece[at + 1 : end + 1])
-                total -= float(torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None]).sum())
-                bench.settle(kv, at, end, 1)
-            entry = sums.setdefault(name, [topk, 0.0, 0])
-            entry[1] += total
-            entry[2] += length - start
-    results = []
-    for name, (topk, total, count) in sums.items():
-        value = math.exp(total / count)
-        base = math.exp(sums["dense"][1] / sums["dense"][2])
-        line = {"context": length, "setting": name, "topk_pages": int(topk), "perplexity": value, "tokens": int(count),
-                "change": value / base - 1}  # fmt: skip
-        results.append(line)
-        show("perplexity", line, "perplexity", "change")
-    return results
+# Pictures
 
 
-def needle_prompt(bench: Bench, filler: Sequence[int], length: int, depth: float, seed: int) -> tuple[list[int], str]:
-    """(prompt ids of about `length` tokens, the number to find)."""
-    rng = random.Random(seed)
-    city, number = rng.choice(CITIES), str(rng.randrange(10000, 99999))
-    tokenizer = bench.loaded.tokenizer
-    needle = tokenizer.encode("\n\n" + NEEDLE.format(city=city, number=number) + "\n\n", add_special_tokens=False)
-    question = QUESTION.format(city=city)
-    marker = "\u241e"
-    if tokenizer.chat_template is not None:
-        around = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{marker}\n\n{question}"}], add_generation_prompt=True
-        )
-        before, after = (tokenizer.encode(part, add_special_tokens=False) for part in around.split(marker))
-    else:
-        before, after = (
-            [],
-            tokenizer.encode(f"\n\n{question}\nAnswer: The secret number of {city} is", add_special_tokens=False),
-        )
-    room = length - len(before) - len(after) - len(needle)
-    start = rng.randrange(0, max(1, len(filler) - room))
-    text, cut = list(filler[start : start + room]), int(depth * room)
-    return [*before, *text[:cut], *needle, *text[cut:], *after], number
-
-
-def needle(bench: Bench, filler: Sequence[int], length: int) -> list[dict[str, Any]]:
-    """Share of numbers found at each depth."""
-    p, found = bench.args.page_size, {}
-    for seed in range(bench.args.seeds):
-        if bench.out_of_time(seed):
-            break
-        for depth in DEPTHS:
-            prompt, number = needle_prompt(bench, filler, length - ANSWER_TOKENS, depth, seed)
-            whole = len(prompt) // p * p
-            bench.prefill(prompt)
-            first = int(bench.dense.argmax(bench.forward([prompt[-1:]], len(prompt) - 1, bench.kv))[0])
-            for name, topk, kv in bench.settings(whole, 1):
-                network, answer, at = bench.dense if kv.sparse is None else bench.sparse, [first], len(prompt)
-                if kv.sparse is not None and at > whole:  # the partial page: its slots are filled by a dense pass
-                    network.forward(step_meta([prompt[whole:]], whole, decodes=False), kv)
-                while len(answer) < ANSWER_TOKENS:
-                    answer.append(int(network.argmax(bench.forward([answer[-1:]], at, kv))[0]))
-                    bench.settle(kv, at, at + 1, 1)
-                    at += 1
-                good = number in bench.loaded.tokenizer.decode(answer)
-                entry = found.setdefault((name, depth), [topk, 0, 0])
-                entry[1] += good
-                entry[2] += 1
-    results = []
-    for (name, depth), (topk, good, count) in found.items():
-        line = {"context": length, "setting": name, "topk_pages": topk, "depth": depth, "found": good, "of": count}
-        results.append(line)
-        show("needle", line, "depth", "found", "of")
-    return results
-
-
-def show(part: str, line: dict[str, Any], *names: str) -> None:
-    values = ", ".join(f"{name} {line[name]:.4g}" for name in names)
-    streams = f" x{line['streams']}" if "streams" in line else ""
-    print(f"{part:<10} {line['context']:>6}{streams} {line['setting']:<9} {values}", flush=True)
-
-
-def draw(result: dict[str, Any]) -> str:
-    """Step time and perplexity over the context, by setting; needles over depth."""
+def draw(totals: dict[str, list[dict[str, Any]]]) -> str:
+    """Step time, perplexity and needles over the context, by setting."""
     panels = []
-    for streams in sorted({line["streams"] for line in result["speed"]}):
-        mine = [line for line in result["speed"] if line["streams"] == streams]
+    for streams in sorted({line["streams"] for line in totals["speed"]}):
+        mine = [line for line in totals["speed"] if line["streams"] == streams]
         panels.append(_over(mine, f"ms of a decode step, {streams} stream{'s' if streams > 1 else ''}", "step_ms"))
-    if result["perplexity"]:
-        panels.append(_over(result["perplexity"], "perplexity", "perplexity"))
-    if result["needle"]:
-        totals: dict[tuple[str, int], list[int]] = {}
-        for line in result["needle"]:
-            entry = totals.setdefault((line["setting"], line["context"]), [0, 0])
+    for streams in sorted({line["streams"] for line in totals["memory"]}):
+        mine = [line | {"mib": line["device_bytes"] / 2**20} for line in totals["memory"] if line["streams"] == streams]
+        panels.append(_over(mine, f"MiB of KV on the device, {streams} stream{'s' if streams > 1 else ''}", "mib"))
+    if totals["perplexity"]:
+        panels.append(_over(totals["perplexity"], "perplexity", "perplexity"))
+    if totals["needle"]:
+        sums: dict[tuple[str, int], list[int]] = {}
+        for line in totals["needle"]:
+            entry = sums.setdefault((line["setting"], line["context"]), [0, 0])
             entry[0] += line["found"]
             entry[1] += line["of"]
-        shown = [
+        shares = [
             {"setting": setting, "context": context, "share": 100 * good / count}
-            for (setting, context), (good, count) in totals.items()
+            for (setting, context), (good, count) in sums.items()
         ]
-        panels.append(_over(shown, "needles found, % of all depths", "share"))
+        panels.append(_over(shares, "needles found, % of all depths", "share"))
     return picture(panels)
 
 
@@ -315,6 +251,9 @@ def _over(entries: Sequence[dict[str, Any]], title: str, value: str) -> str:
     return lines(title, [str(context) for context in contexts], series)
 
 
+# Arguments
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -322,56 +261,45 @@ def numbers(text: str) -> list[int]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="HiSparse against dense attention")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--parts", default="speed,perplexity,needle")
+    parser.add_argument("--parts", default="speed,perplexity,needle", help=", ".join(PARTS))
     parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 8192], help="tokens")
     parser.add_argument("--streams", type=numbers, default=[1, 8])
     parser.add_argument("--fractions", type=numbers, default=[2, 4, 8, 16], help="K is 1/n of the pages of the context")
     parser.add_argument("--spare", type=float, default=1.0, help="places beyond the least buffer, in K")
-    parser.add_argument("--steps", type=int, default=12, help="decode steps timed (at most 14)")
+    parser.add_argument("--steps", type=int, default=12, help=f"decode steps timed (at most {PIECE - WARM_STEPS})")
     parser.add_argument("--windows", type=int, default=4, help="windows of text scored at each length")
     parser.add_argument("--scored", type=int, default=256, help="tokens scored of each window")
-    parser.add_argument("--seeds", type=int, default=4, help="needles at each depth")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="of perplexity and needles, shared by contexts (0: no limit)"
-    )
+    parser.add_argument("--seeds", type=int, default=20, help="needles at each depth")
+    parser.add_argument("--limit-minutes", type=float, default=math.inf, help="stop after so many; run again to go on")
+    parser.add_argument("--peer", choices=("llama.cpp",), help="time its decode steps beside those of speed")
+    parser.add_argument("--peer-python", help="the peer's interpreter (default: of `make peers`)")
     parser.add_argument("--text", help="text file (default: Python's help topics)")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--sparse-dense-layers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--fresh", action="store_true", help="do not go on with the units of an earlier --json")
     parser.add_argument("--json", default="benchmarks/results/hisparse.json")
-    parser.add_argument("--plot", default="benchmarks/results/hisparse.svg")
-    return parser.parse_args(arguments)
+    parser.add_argument("--plot", help="write the curves as SVG")
+    args = parser.parse_args(arguments)
+    if unknown := [part for part in args.parts.split(",") if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]}; allowed: {', '.join(PARTS)}")
+    if not 1 <= args.steps <= PIECE - WARM_STEPS:
+        parser.error(f"--steps: {args.steps}; allowed: 1 to {PIECE - WARM_STEPS}")
+    return args
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
-    parts = args.parts.split(",")
     text = source_text() if args.text is None else read_text(args.text)
-    result: dict[str, Any] = {"environment": environment(), "text_sha256": text_sha256(text), "options": vars(args)}
-    result |= {"speed": [], "perplexity": [], "needle": []}
-    rows = max(args.streams) if "speed" in parts else 1
+    results = Results(args, text)
     with torch.inference_mode():
-        for context in args.contexts:
-            length = context // args.page_size * args.page_size
-            bench = Bench(args, rows, length + ANSWER_TOKENS)
-            ids = list(bench.loaded.tokenizer.encode(text))
-            if "speed" in parts:
-                for streams in args.streams:
-                    result["speed"] += speed(bench, ids, length - PIECE, streams)
-            quality = [part for part in parts if part != "speed"]
-            share = 60 * args.minutes / max(1, len(quality) * len(args.contexts)) if args.minutes else math.inf
-            bench.deadline = time.perf_counter() + share
-            if "perplexity" in parts:
-                result["perplexity"] += perplexity(bench, ids, length)
-            bench.deadline = time.perf_counter() + share
-            if "needle" in parts:
-                result["needle"] += needle(bench, ids, length)
-            del bench
-    Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    Path(args.plot).write_text(draw(result))
-    print(f"written: {args.json}, {args.plot}")
+        worker = Worker(args, load_model(args.model, accept_license=True), text)
+        work(results, worker, list(units(args, worker.ids)), 60 * args.limit_minutes)
+    results.save()
+    if args.plot:
+        Path(args.plot).write_text(draw(results.totals()))
+    print(f"written: {', '.join(filter(None, (args.json, args.plot)))}; peak memory {peak_memory_bytes() >> 20} MiB")
 
 
 if __name__ == "__main__":

@@ -44,11 +44,14 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                     --perplexity-text "$(bash scripts/texts.sh)"
                 ;;
             hisparse)
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts speed --streams 1 --contexts 1024,4096,8192 \
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts speed --streams 1,8 --peer llama.cpp --fresh \
                     --fractions 4,8,16 --json "$results/hisparse-speed.json" --plot docs/hisparse-speed.svg
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --contexts 1024,4096 \
-                    --fractions 2,4,8,16 --windows 3 --scored 256 --seeds 2 --json "$results/hisparse-quality.json" \
-                    --plot docs/hisparse-quality.svg
+                # hours; a second call goes on where the first was stopped
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --seeds 20 \
+                    --json "$results/hisparse-quality.json" --plot docs/hisparse-quality.svg
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,perplexity,needle --seeds 20 \
+                    --model gemma3-270m --contexts 8192,32768 --streams 1 --windows 2 \
+                    --json "$results/hisparse-gemma.json"
                 ;;
             vllm)
                 folder=$(mktemp -d)

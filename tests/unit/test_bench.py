@@ -223,7 +223,8 @@ def load(request):
 def run(request):
     if request["output_tokens"] == 13: raise ValueError("unlucky")
     if request["output_tokens"] == 14: sys.exit("gone")
-    return {{"wall_s": 2.0, "first_token_s": [1.0], "decode_s": 1.0, "output_tokens": [[7] * request["output_tokens"]]}}
+    return {{"wall_s": 2.0, "first_token_s": [1.0], "decode_s": 1.0, "output_tokens": [[7] * request["output_tokens"]],
+            "step_s": [0.5, 0.25]}}
 serve({{"load": load, "run": run}})
 """
 
@@ -242,7 +243,9 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_peer_answers_over_json_lines_whatever_it_prints(peer: Peer) -> None:
     assert peer.describe()["streams"] == 3
-    assert peer.run([[1, 2]], Case("depth", 1, 2, 4)).output_ids == [[7, 7, 7, 7]]
+    sample = peer.run([[1, 2]], Case("depth", 1, 2, 4))
+    assert sample.output_ids == [[7, 7, 7, 7]]
+    assert sample.step_s == [0.5, 0.25]
 
 
 def test_a_peer_that_fails_or_dies_says_why(peer: Peer) -> None:

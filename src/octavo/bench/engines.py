@@ -32,6 +32,7 @@ class Sample:
     decode_s: float  # from every stream's first token to the end
     output_ids: list[list[int]]
     figures: list[dict[str, Any]] = field(default_factory=list)  # this engine's own, per stream
+    step_s: list[float] = field(default_factory=list)  # of each step behind the first tokens, where the engine says
 
 
 class Engine(Protocol):
@@ -146,6 +147,7 @@ class Peer:
             first_token_s=answer["first_token_s"],
             decode_s=answer["decode_s"],
             output_ids=answer["output_tokens"],
+            step_s=answer.get("step_s", []),
         )
 
     def perplexity(self, ids: Sequence[int], window_tokens: int) -> tuple[float, int]:

@@ -72,7 +72,8 @@ class Peer:
                 self._decode()
             outputs[stream].append(lc.llama_sampler_sample(self.sampler, self.context, index))
             first_s.append(time.perf_counter() - start)
-        decode_start = time.perf_counter()
+        decode_start = step_start = time.perf_counter()
+        step_s: list[float] = []
         for step in range(1, wanted):
             self.batch.n_tokens = 0
             for stream, ids in enumerate(prompts):
@@ -80,12 +81,15 @@ class Peer:
             self._decode()
             for stream in range(len(prompts)):
                 outputs[stream].append(lc.llama_sampler_sample(self.sampler, self.context, stream))
+            step_s.append(time.perf_counter() - step_start)
+            step_start += step_s[-1]
         end = time.perf_counter()
         return {
             "wall_s": end - start,
             "first_token_s": first_s,
             "decode_s": end - decode_start,
             "output_tokens": outputs,
+            "step_s": step_s,
         }
 
     def perplexity(self, request: dict[str, Any]) -> dict[str, Any]:
