@@ -37,6 +37,7 @@ MEANT_FOR = {
     "sizing.py": "test_tables.py", "sliding.py": "test_tables.py", "pages.py": "test_tables.py",
     "pool.py": "test_pool.py", "prefix.py": "test_prefix.py", "heap.py": "test_prefix.py",
     "policy.py": "test_trace.py", "trace.py": "test_trace.py", "replay.py": "test_trace.py",
+    "replay_tiers.py": "test_replay_tiers.py",
     "picture.py": "test_picture.py", "report.py": "test_picture.py", "ledger.py": "test_ledger.py",
 }  # fmt: skip
 SIMULATED_MOVES = 6_000

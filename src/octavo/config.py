@@ -315,8 +315,6 @@ class EngineConfig:
         for name in ("device_pages", "host_memory", "host_tier_path"):
             if getattr(self, name) is not None and not self.hisparse:
                 raise ConfigError(name, getattr(self, name), "allowed with --hisparse only")
-        if self.hisparse and self.record_trace is not None:
-            raise ConfigError("record_trace", self.record_trace, "allowed without --hisparse: tiers cannot be replayed")
         if self.hisparse and self.role == "prefill":
             raise ConfigError("hisparse", True, "allowed with --role both and decode: prefill is dense, its KV leaves")
 

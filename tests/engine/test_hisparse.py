@@ -6,12 +6,14 @@ the text is not tested here.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError, ContextLengthExceeded
+from octavo.kv.trace import replay
 from octavo.params import SamplingParams
 from tests.engine.test_core import prompts, run
 from tests.engine.test_drafts import drafts
@@ -121,6 +123,35 @@ def test_pressure_does_not_change_the_text(kind: str, overlap: bool, texts: dict
     core.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("overlap", "pressure"), [(False, True), (True, True), (True, False)])
+def test_a_recorded_run_is_replayed_with_its_tiers(kind: str, overlap: bool, pressure: bool, tmp_path: Path) -> None:
+    """On the same books the same figures, warm requests or retractions included; on others no law breaks."""
+    path = tmp_path / "trace.jsonl"
+    sizes: dict[str, Any] = {"num_pages": 52, "prefix_cache": False} if pressure else {}
+    sizes |= {"device_pages": 12, "host_memory": "8MiB", "max_model_len": 260}
+    core = sparse(kind, overlap=overlap, record_trace=str(path), **sizes)
+    calls = list(zip(long_prompts(), MIXED, strict=True))
+    texts = run(core, calls, close=False)
+    run(core, [(calls[2][0] + texts[2], LONG)], close=False)  # warm
+    seen, stats = core.report(), core.stats()
+    core.close()
+    got = replay(path)
+    assert (got["violations"], got["preemptions"], got["waiting_at_end"]) == (0, 0, 0)
+    names = ("backed_up_pages", "retracted", "resumed", "dropped_tickets")
+    assert got["tiers"] == {name: seen["tiers"][name] for name in names} | {
+        "recorded_hits": seen["tiers"]["hits"], "recorded_swaps": seen["tiers"]["swaps"],
+    }  # fmt: skip
+    assert got["tiers"]["recorded_swaps"] > 0 and (got["tiers"]["retracted"] > 0) == pressure
+    assert got["hits"] == stats.cache_hit_tokens and (got["hits"] > 0) != pressure
+    assert got["peak_pages"] == {name: pool["peak_used"] for name, pool in seen["pools"].items()}
+    for other_sizes in ({"page_size": 4}, {"page_size": 16}, {"num_pages": 36}, {"host_pages": 40}):
+        other = replay(path, **other_sizes)
+        assert (other["violations"], other["waiting_at_end"]) == (0, 0), other_sizes
+    assert other["peak_pages"]["host"] <= 40
+    assert replay(path, num_pages=36)["preemptions"] > 0
+
+
 def test_too_few_slots_make_a_request_wait(texts: dict[str, list[list[int]]]) -> None:
     core = sparse("llama", num_pages=None, kv_memory="440KiB", max_running=4, host_memory="2MiB")
     calls = list(zip(long_prompts(), MIXED, strict=True))
@@ -228,7 +259,6 @@ def test_drafts_are_as_long_as_their_pages_fit() -> None:
         ({"page_selector": "octavo.nothing:Here"}, ["page_selector", "octavo.nothing:Here", "module:Class"]),
         ({"page_selector": "octavo.errors:ConfigError"}, ["page_selector", "module:Class"]),
         ({"num_pages": None, "kv_memory": "64KiB"}, ["kv_memory", "64.0 KiB", "buffer"]),
-        ({"record_trace": "trace.jsonl"}, ["record_trace", "trace.jsonl", "hisparse"]),
         ({"role": "prefill"}, ["hisparse", "role"]),
         ({"max_model_len": 500, "num_pages": 20}, ["max_model_len", "500", "host tier"]),
         ({"hisparse": False}, ["device_pages", "--hisparse"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger
 from octavo.kv.replay import _Request
-from octavo.kv.tiers import TierConfig
 from octavo.kv.trace import TraceError, TraceWriter, read_trace, replay
 from tests.laws.helpers import commit, prefill, sliding, tokens
 from tests.laws.law_setups import Setup
@@ -242,6 +240,9 @@ def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
         ('{"call": "admit"}\n', "not an Octavo KV trace"),
         ('{"octavo_trace": 1}\n', "no configuration"),
         ('{"octavo_trace": 1, "config": {"colour": 3}}\n', "no configuration"),
+        ('{"octavo_trace": 1, "config": 3}\n', "no configuration"),
+        ('{"octavo_trace": 1, "config": {"page_size": 4, "full_pages": 8, "tiers": {"a": 1}}}\n', "no configuration"),
+        ('{"octavo_trace": 1, "config": {"page_size": 4, "full_pages": 8, "tiers": 5}}\n', "no configuration"),
         ('{"octavo_trace": 1\n', "line 1: not JSON"),
         ('{"a":' * 100_000, "line 1: not JSON"),
         ("[1]\n", "line 1: not an object"),
@@ -259,13 +260,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name, message in (("none", "No such file"), ("bytes", "not text"), (".", "directory")):
         with pytest.raises(TraceError, match=f"{tmp_path / name}.*{message}"):
             replay(tmp_path / name)
-
-
-def test_books_with_a_host_tier_are_not_replayed(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "trace") as writer:
-        writer.begin(replace(sliding().config, tiers=TierConfig(8, 4, 4, 2, 8)))
-    with pytest.raises(TraceError, match="trace.*host tier"):
-        replay(tmp_path / "trace")
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,24 @@ def test_a_recorded_trace_is_replayed_on_other_pools(model: Path, tmp_path: Path
     other = json.loads(octavo("replay", trace, "--page-size", 64, "--num-pages", 4, "--json").stdout)
     assert other["page_size"] == 64 and other["violations"] == 0
     assert "preemptions" in octavo("replay", trace).stdout
+    refused = octavo("replay", trace, "--host-pages", 9)
+    assert refused.returncode == 2 and "--host-pages: got 9" in refused.stderr
     bad = octavo("replay", model / "config.json")
     assert bad.returncode == 1 and "not an Octavo KV trace" in bad.stderr
+
+
+def test_a_trace_of_tiers_is_replayed_with_another_host_tier(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    asked = octavo(
+        "generate", "--model", model, *COMMON, "one prompt", "--max-tokens", 20, "--ignore-eos", "--hisparse",
+        "--record-trace", trace, "-q",
+    )  # fmt: skip
+    assert asked.returncode == 0, asked.stderr
+    outcome = json.loads(octavo("replay", trace, "--host-pages", 9, "--json").stdout)
+    assert outcome["host_pages"] == 9 and outcome["violations"] == 0
+    assert outcome["tiers"]["backed_up_pages"] > 0 and "recorded_swaps" in outcome["tiers"]
+    bad = octavo("replay", trace, "--host-pages", "few")
+    assert bad.returncode == 2 and "--host-pages: got 'few'" in bad.stderr
 
 
 def test_doctor_sees_wrong_text_and_a_costly_format() -> None:

@@ -532,6 +532,8 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.close()
         if self.parts.trace is not None:
+            if self.tiers is not None:
+                self.tiers.record_counters(self.parts.trace)
             self.parts.trace.close()
 
 

@@ -23,6 +23,7 @@ from octavo.kv.tiers import Ticket, Tiers
 if TYPE_CHECKING:
     from octavo.backend.runner import Runner
     from octavo.kv.ledger import Ledger
+    from octavo.kv.trace import TraceWriter
 
 
 NO_LIMIT = 1 << 30
@@ -219,6 +220,11 @@ class TierControl:
             "bytes_out": books["backed_up_pages"] * page_bytes,
             "file_lost": self.lost,
         }
+
+    def record_counters(self, trace: TraceWriter) -> None:
+        """Into a trace that ends: what the device has counted and no call of the ledger says."""
+        hits, swaps, _ = self._mover.view.counts.tolist()
+        trace.record("tier_counters", hits=hits, swaps=swaps)
 
     def close(self) -> None:
         self._mover.tier.close()

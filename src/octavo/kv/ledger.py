@@ -85,7 +85,8 @@ class Ledger(TierLedger):
         self.stats["hit_tokens"] += cached
         admission = Admission(row, int(self._generation[row]), cached)
         if self.trace is not None:
-            self.trace.record("admit", tokens=ids, namespace=namespace, row=row, cached=cached)
+            kept = {} if self.tiers is None else {"budget": budget_pages}
+            self.trace.record("admit", tokens=ids, namespace=namespace, row=row, cached=cached, **kept)
         return admission
 
     def extend(self, row: int, upto_tokens: int) -> None:

@@ -36,9 +36,11 @@ class TierLedger(TransferLedger):
         at = at[self._plannable[at] & (tiers.backing[at] == tiers.backed[at])]
         first, last = tiers.backing[at], self.committed[at] >> self._shift
         at, first, last = (values[last > first] for values in (at, first, last))
-        if not len(at):
+        op = self._begin_op(at, "backup") if len(at) else None
+        if self.trace is not None:  # with no page to copy too: at another page size there may be one
+            self.trace.record("begin_backup", rows=np.asarray(rows, np.int64), op=op)
+        if op is None:
             return None
-        op = self.begin_op(at, "backup")
         tiers.backing[at] = last
         tiers.backups[op] = (at, self.generation[at].copy(), last)
         return Backup(op, *cell_runs(at, first, last - first))
@@ -58,7 +60,9 @@ class TierLedger(TransferLedger):
             tiers.touch(rows)
         else:
             tiers.backing[rows] = tiers.backed[rows]
-        self.end_op(op)
+        self._end_op(op)
+        if self.trace is not None:
+            self.trace.record("end_backup", op=op, written=written)
 
     def retract(self, row: int) -> Ticket:
         """End a row's life and keep its KV in the host tier: slots, logical pages and own SWA pages go back.
@@ -83,14 +87,17 @@ class TierLedger(TransferLedger):
         shared = self._swa.cells[row, floor:protected].copy() if self._swa is not None else none
         namespace = self._namespace_of(row)
         host = tiers.pool.part(cast(FullPages, self._full.cells[row, protected:kept].copy()))
+        tiers.stats["retracted"] += 1
         ticket = Ticket(
-            node=self.path_end(row), namespace=namespace, host=host, swa_shared=cast(SwaPages, shared),
-            committed=int(self.committed[row]), prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
+            number=tiers.stats["retracted"], node=self.path_end(row), namespace=namespace, host=host,
+            swa_shared=cast(SwaPages, shared), committed=int(self.committed[row]),
+            prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
         )  # fmt: skip
         tiers.tickets.append(ticket)
-        tiers.stats["retracted"] += 1
         self._node[row] = None  # its locks are the ticket's now
         self._close_retracted(row, kept, width)
+        if self.trace is not None:
+            self.trace.record("retract", row=row, ticket=ticket.number)
         return ticket
 
     def _namespace_of(self, row: int) -> str | None:
@@ -107,6 +114,8 @@ class TierLedger(TransferLedger):
             raise self._broken(6, "a ticket is used twice", host_pages=len(ticket.host))
         self.tiers.pool.host.give_back(ticket.host, PageState.HELD)
         self._end_ticket(ticket, "dropped_tickets")
+        if self.trace is not None:
+            self.trace.record("drop_ticket", ticket=ticket.number)
 
     def unbacked(self, row: int) -> tuple[int, int]:
         """Columns [first, last) that a retraction must copy first: backed … ceil_p(committed)."""

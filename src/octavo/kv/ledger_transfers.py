@@ -100,7 +100,8 @@ class TransferLedger(LedgerBase):
             self.stats["queried_tokens"] += len(ids)
             self.stats["hit_tokens"] += match.pages << self._shift
         if self.trace is not None:
-            self.trace.record("preallocate", tokens=ids, fill=fill_tokens, namespace=namespace, row=row)
+            kept = {} if self.tiers is None else {"budget": budget_pages, "ticket": ticket and ticket.number}
+            self.trace.record("preallocate", tokens=ids, fill=fill_tokens, namespace=namespace, row=row, **kept)
         return Preallocation(row, generation, match.pages << self._shift, tail)
 
     def _match_of(self, ticket: Ticket) -> Match:
@@ -249,18 +250,24 @@ class TransferLedger(LedgerBase):
     def begin_op(self, rows: Sequence[int] | Int64Array, kind: str = "step") -> int:
         """An operation that names `rows` starts. kind: "step", "transfer", "backup" or "load". Returns its id."""
         at = self._rows(rows).copy()
-        if not self._state[at].all():
-            raise self._broken(14, "an operation names a free row", int(at[self._state[at] == RowState.FREE][0]))
-        op = self.inflight.begin(at, kind)
+        op = self._begin_op(at, kind)
         if self.trace is not None:
             self.trace.record("begin_op", rows=at, kind=kind, op=op)
         return op
 
+    def _begin_op(self, rows: Int64Array, kind: str) -> int:
+        if not self._state[rows].all():
+            raise self._broken(14, "an operation names a free row", int(rows[self._state[rows] == RowState.FREE][0]))
+        return self.inflight.begin(rows, kind)
+
     def end_op(self, op: int) -> None:
         """The operation has drained: what only it kept is freed. Raises `LawViolation` 14 for an unknown id."""
+        self._end_op(op)
+        if self.trace is not None:
+            self.trace.record("end_op", op=op)
+
+    def _end_op(self, op: int) -> None:
         idle, ready = self.inflight.end(op)
         self._settle_aside(ready)
         for row in idle[self._state[idle] == RowState.DRAINING].tolist():
             self._close_if_drained(row)
-        if self.trace is not None:
-            self.trace.record("end_op", op=op)

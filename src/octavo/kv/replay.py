@@ -2,6 +2,7 @@
 
 Requests are followed, not calls: where the new pools are too small, a request is preempted as an engine would do it
 (fewest outputs first), waits, and is recomputed when there is room; calls about it meanwhile only move its target.
+With a host tier (replay_tiers.py) a preempted request's KV stays there, where an engine would have kept it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from octavo.kv import balance
 from octavo.kv.books import LedgerConfig, OutOfRows
 from octavo.kv.ledger import Ledger
 from octavo.kv.policy import load_policy
+from octavo.kv.replay_tiers import TierReplay, scaled_tiers
+from octavo.kv.tiers import Ticket
 
 CHECK_EVERY_CALLS = 64
 
@@ -34,18 +37,18 @@ class _Request:
     row: int = -1  # -1: preempted, waiting
     generation: int = 0
     fill: int = 0
+    budget: int = 0  # host pages promised to it
+    ticket: Ticket | None = None  # waiting, and its KV is in the host tier
 
     @property
     def outputs(self) -> int:
         return max(0, self.committed - len(self.tokens))
 
 
-class _Replay:
-    def __init__(self, config: LedgerConfig, policy: Any) -> None:
-        self.ledger = Ledger(config, evict_policy=policy)
-        self.by_row: dict[int, _Request] = {}  # row in the trace -> request
-        self.waiting: list[_Request] = []
-        self.leased: dict[int, _Request] = {}  # the same, while its transfer is not final
+class _Replay(TierReplay):
+    def __init__(self, config: LedgerConfig, policy: Any, recorded_page_size: int) -> None:
+        super().__init__(Ledger(config, evict_policy=policy), recorded_page_size)
+        self.leased: dict[int, _Request] = {}  # as by_row, while its transfer is not final
         self.ops: dict[int, int] = {}
         self.preemptions = self.resumed = self.requests = self.violations = 0
         self.calls = 0
@@ -69,14 +72,10 @@ class _Replay:
             reason = f"call {self.calls} of the trace, {name}: a field is missing or wrong ({error})"
             raise TraceError(reason) from error
 
-    def live(self, rows: list[int]) -> list[_Request]:
-        found = [self.by_row[row] for row in rows if row in self.by_row]
-        return [request for request in found if request.row >= 0]
-
     # --- one method per recorded call ----------------------------------------------------------------------------
 
     def on_admit(self, call: dict[str, Any]) -> None:
-        request = _Request(call["tokens"], call.get("namespace"))
+        request = _Request(call["tokens"], call.get("namespace"), budget=self.budget_of(call))
         self.requests += 1
         self.by_row[call["row"]] = request
         self.open(request)
@@ -93,8 +92,8 @@ class _Replay:
             try:
                 self.ledger.plan_decode([request.row for request in requests], reserve)
                 return
-            except OutOfPages:
-                if not self.preempt(keep=None):
+            except OutOfPages as short:
+                if not self.preempt(short, keep=None):
                     return
 
     def on_commit(self, call: dict[str, Any]) -> None:
@@ -124,8 +123,7 @@ class _Replay:
             return
         if request.row >= 0:
             self.ledger.release(request.row)  # of a row in transfer the lease remains
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.drop(request)
         self.resume()
 
     def on_begin_op(self, call: dict[str, Any]) -> None:
@@ -139,11 +137,20 @@ class _Replay:
             self.ledger.end_op(op)
 
     def on_preallocate(self, call: dict[str, Any]) -> None:
-        request = _Request(call["tokens"], call.get("namespace"), committed=call["fill"], known=call["fill"])
+        if call.get("ticket") is not None:
+            self.on_return(call)
+            return
+        request = _Request(
+            call["tokens"], call.get("namespace"), committed=call["fill"], known=call["fill"],
+            budget=self.budget_of(call),
+        )  # fmt: skip
         self.requests += 1
         self.by_row[call["row"]] = request
         try:
-            got = self.ledger.preallocate(request.tokens, call["fill"], namespace=request.namespace)
+            got = self.ledger.preallocate(
+                request.tokens, call["fill"], namespace=request.namespace, host=self.ledger.tiers is not None,
+                budget_pages=request.budget,
+            )  # fmt: skip
         except (OutOfPages, OutOfRows):
             self.waiting.append(request)
             return
@@ -151,9 +158,15 @@ class _Replay:
         self.leased[call["row"]] = request
 
     def on_land(self, call: dict[str, Any]) -> None:
-        if (request := self.leased.pop(call["row"], None)) is not None:
+        if (request := self.leased.pop(call["row"], None)) is None:
+            return
+        request.fill = 0
+        try:
             self.ledger.land(request.row, request.generation)
-            request.fill = 0
+        except OutOfPages:  # no slots: it is computed here when there are
+            self.ledger.fail_transfer(request.row, request.generation)
+            request.row = -1
+            self.waiting.append(request)
 
     def on_fail_transfer(self, call: dict[str, Any]) -> None:
         self.forget(call["row"])
@@ -171,9 +184,8 @@ class _Replay:
         self.ledger.end_quarantine()
 
     def forget(self, row: int) -> None:
-        request = self.by_row.pop(row, None)
-        if request in self.waiting:
-            self.waiting.remove(request)
+        if (request := self.by_row.pop(row, None)) is not None:
+            self.drop(request)
 
     def on_reset_cache(self, call: dict[str, Any]) -> None:
         self.ledger.reset_cache()
@@ -182,9 +194,11 @@ class _Replay:
 
     def open(self, request: _Request) -> bool:
         """Give a request a row and, if it has been further already, pages up to there."""
+        if request.ticket is not None:
+            return self.reopen(request, request.ticket)
         try:
-            got = self.ledger.admit(request.tokens, namespace=request.namespace)
-        except OutOfRows:
+            got = self.ledger.admit(request.tokens, namespace=request.namespace, budget_pages=request.budget)
+        except (OutOfRows, OutOfPages):
             self.waiting.append(request)
             return False
         request.row, request.generation = got.row, got.generation
@@ -192,8 +206,8 @@ class _Replay:
         request.committed = max(request.committed, got.cached_tokens)
         try:
             self.recompute(request)
-        except OutOfPages:
-            self.close(request)
+        except OutOfPages as short:
+            self.close(request, short)
             return False
         return True
 
@@ -206,27 +220,22 @@ class _Replay:
             self.ledger.commit([request.row], [request.generation], [at])
             self.ledger.evict([request.row])
 
-    def close(self, request: _Request) -> None:
-        self.ledger.release(request.row)
-        request.row = -1
-        self.waiting.append(request)
-
     def extend_until_it_fits(self, request: _Request) -> None:
         while request.row >= 0:
             try:
                 self.ledger.extend(request.row, request.known)
                 return
-            except OutOfPages:
-                self.preempt(keep=request)
+            except OutOfPages as short:
+                self.preempt(short, keep=request)
 
-    def preempt(self, keep: _Request | None) -> bool:
+    def preempt(self, short: OutOfPages, keep: _Request | None) -> bool:
         """Fewest outputs first, then the youngest; `keep` only if there is nobody else. False: nobody can go."""
         live = [r for r in self.by_row.values() if r.row >= 0 and not r.fill]
         others = [r for r in live if r is not keep] or live
         if not others:
             return False
         self.preemptions += 1
-        self.close(min(reversed(others), key=lambda r: r.outputs))
+        self.close(min(reversed(others), key=lambda r: r.outputs), short)
         return True
 
     def resume(self) -> None:
@@ -254,6 +263,7 @@ class _Replay:
             "waiting_at_end": len(self.waiting),
             "peak_pages": {name: pool["peak_used"] for name, pool in pools.items()},
             "evicted_pages": self.ledger.tree.evicted_full,
+            **self.tier_summary(),
             "violations": self.violations,
         }
 
@@ -265,12 +275,16 @@ def replay_calls(
     page_size: int | None = None,
     num_pages: int | None = None,
     swa_pages: int | None = None,
+    host_pages: int | None = None,
     evict_policy: str | Any | None = None,
 ) -> dict[str, Any]:
-    """Replay calls. Pools keep their size in tokens when only the page size changes.
+    """Replay calls. Pools, tiers and slots keep their size in tokens when only the page size changes.
 
     Returns calls, requests, hits (tokens), queried_tokens, hit_rate, preemptions, resumed, waiting_at_end,
-    peak_pages per pool, evicted_pages, violations, and the sizes used. Raises `ConfigError`, `TraceError`.
+    peak_pages per pool, evicted_pages, violations, and the sizes used; with a host tier `tiers`: pages backed up,
+    requests retracted into it and resumed from it, tickets dropped, and the hits and swaps of the buffers in the
+    recorded run (what a query selects is the device's own, the books do not know it). Raises `ConfigError`,
+    `TraceError`.
     """
     p = config.page_size if page_size is None else page_size
     full = max(1, config.full_pages * config.page_size // max(p, 1)) if num_pages is None else num_pages
@@ -279,9 +293,12 @@ def replay_calls(
     if swa is None:
         scaled = -(-config.swa_pages * config.page_size // max(p, 1)) + 2 if config.swa_pages else 0
         swa = config.swa_pages if page_size is None else scaled
-    sized = replace(config, page_size=p, full_pages=full, swa_pages=swa)
+    tiers = scaled_tiers(config, p, host_pages)
+    sized = replace(config, page_size=p, full_pages=full, swa_pages=swa, tiers=tiers)
     policy = load_policy(evict_policy) if isinstance(evict_policy, str) else evict_policy
-    state = _Replay(sized, policy)
+    state = _Replay(sized, policy, config.page_size)
     state.run(calls)
     sizes = {"page_size": p, "num_pages": full, "swa_pages": swa}
+    if tiers is not None:
+        sizes["host_pages"] = tiers.host_pages
     return {**sizes, **state.summary()}

@@ -19,6 +19,7 @@ import numpy as np
 from octavo.errors import ConfigError
 from octavo.kv.books import LedgerConfig
 from octavo.kv.replay import TraceError, replay_calls
+from octavo.kv.tiers import TierConfig
 
 FORMAT = 1
 _LOG = logging.getLogger("octavo.trace")
@@ -92,11 +93,11 @@ def read_trace(path: str | Path) -> tuple[LedgerConfig, Iterator[dict[str, Any]]
     if not lines or lines[0].get("octavo_trace") != FORMAT:
         raise TraceError(f"{path}: not an Octavo KV trace of format {FORMAT}")
     try:
-        config = LedgerConfig(**lines[0]["config"])
-    except (KeyError, TypeError) as error:
+        given = lines[0]["config"]
+        tiers = given.get("tiers")
+        config = LedgerConfig(**given | {"tiers": tiers and TierConfig(**tiers)})
+    except (KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path}: the first line holds no configuration of this version ({error})") from error
-    if config.tiers is not None:
-        raise TraceError(f"{path}: of books with a host tier; those cannot be replayed")
     return config, iter(lines[1:])
 
 
@@ -116,14 +117,18 @@ def replay(
     page_size: int | None = None,
     num_pages: int | None = None,
     swa_pages: int | None = None,
+    host_pages: int | None = None,
     evict_policy: str | Any | None = None,
 ) -> dict[str, Any]:
     """Run a trace again without a model, with other sizes or another eviction policy.
 
+    host_pages     pages of the host tier, for a trace of books that have one
     evict_policy   `module:Class` or a policy object
-    Returns what `replay_calls` returns: hits, preemptions, peak pages, violations. Raises `TraceError`, `ConfigError`.
+    Returns what `replay_calls` returns: hits, preemptions, peak pages, tiers, violations. Raises `TraceError`,
+    `ConfigError`.
     """
     config, calls = read_trace(path)
     return replay_calls(
-        config, calls, page_size=page_size, num_pages=num_pages, swa_pages=swa_pages, evict_policy=evict_policy
-    )
+        config, calls, page_size=page_size, num_pages=num_pages, swa_pages=swa_pages, host_pages=host_pages,
+        evict_policy=evict_policy,
+    )  # fmt: skip
