@@ -47,12 +47,21 @@ class TinyCore(PacedCore):
     """A random model of 4 layers, one token a byte, context 512. OCTAVO_TEST_LOAD_S makes the start take longer;
     OCTAVO_TEST_LOADED names a file: the model is loaded when it is there."""
 
+    kind = "llama"
+
     def __init__(self, config: EngineConfig) -> None:
         time.sleep(float(os.environ.get("OCTAVO_TEST_LOAD_S", "0")))
         loaded = os.environ.get("OCTAVO_TEST_LOADED")
         while loaded is not None and not Path(loaded).exists():
             time.sleep(0.02)
-        super().__init__(config, build(config, loaded_model()))
+        super().__init__(config, build(config, loaded_model(self.kind)))
+
+
+class TinyHybridCore(TinyCore):
+    """The same with two full layers and four sliding ones: a window of 24 tokens, a pool of its own."""
+
+    kind = "gemma3"
 
 
 tiny = TinyCore
+tiny_hybrid = TinyHybridCore

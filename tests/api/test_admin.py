@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
 
-from tests.api.serving import ROOT, Server, running
+from tests.api.serving import ROOT, Server, hold, running, until
 
 
 def test_probes(server: Server) -> None:
@@ -69,6 +70,34 @@ def test_books_close_and_show_the_cache(server: Server) -> None:
     assert len(pool["map"]) == pool["total"]
     assert server.post("/flush_cache", {}).json() == {"flushed": True}
     assert server.get("/kv.json").json()["pools"]["full"]["cached"] == 0
+
+
+def test_books_of_two_pools_show_what_the_second_saves(tmp_path: Path) -> None:
+    """A page of a layer has 2 · 2 heads · 16 tokens · 16 · 4 = 4,096 bytes: 8,192 of the full layers, 16,384 of the
+    sliding ones. After a chunk of 100 tokens and five more: ceil((104 + 1)/16) = 7 full pages; the window of 24 lets
+    go of floor_p(floor_p(105) − 24) = 64 tokens, 4 of their pages."""
+    held = tmp_path / "held"
+    hold(held, 6)
+    options = {"core": "tests.api.cores:tiny_hybrid", "page_size": 16, "overlap": False, "prefix_cache": False}
+    with running(tmp_path, env={"OCTAVO_TEST_HOLD": str(held)}, **options) as server:
+        body = {"prompt": "w" * 100, "max_tokens": 20, "ignore_eos": True}
+        asking = threading.Thread(target=server.post, args=("/v1/completions", body))
+        asking.start()
+        until(lambda: [row["committed"] for row in server.books()["rows"]] == [105])
+        sliding = server.books()["sliding"]
+        assert sliding["now"] == sliding["peak"] == {
+            "full_pages": 7, "swa_pages": 3, "two_pools_bytes": 7 * 8_192 + 3 * 16_384, "one_pool_bytes": 7 * 24_576,
+            "saved_bytes": 4 * 16_384,
+        }  # fmt: skip
+        held.unlink()
+        asking.join()
+        server.wait_idle()
+        after = server.books()["sliding"]
+        assert after["now"]["full_pages"] == after["now"]["saved_bytes"] == 0
+        assert (after["peak"]["full_pages"], after["peak"]["swa_pages"]) == (8, 3)
+        assert after["capacity"] == sliding["capacity"] and after["capacity"]["context_tokens"] == 512
+        page = server.get("/kv").text
+        assert "books.sliding" in page and 'id="saving"' in page
 
 
 WANTED = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
