@@ -9,7 +9,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-#define OCTAVO_ABI 2  // raised whenever a structure or a call below changes
+#define OCTAVO_ABI 3  // raised whenever a structure or a call below changes
 
 enum {
   OCTAVO_EMBED,       // dst <- rows of w for the token ids, times f0
@@ -92,6 +92,14 @@ int octavo_program_run(void* program, void* pool, const octavo_run* run);
 // inverse CDF at uniform [rows] in [0, 1). Sums are integers in units of 2^-40, as in ops/processors.py.
 int octavo_top_p(const float* probability, int64_t rows, int64_t vocab, const float* p, float* last);
 void octavo_draw(const float* probability, int64_t rows, int64_t vocab, const double* uniform, int64_t* ids);
+
+// Memory of a mapped file that may be cut while it is read or written: a bus error in it becomes an empty page. Returns
+// an id, or -1 (no room, or a system without bus errors). `lost`: pages of the system replaced since the start or the last
+// reset, `first` the offset in bytes of the first of them (-1: none). Map the file anew before a reset.
+int octavo_guard(void* begin, int64_t bytes);
+int64_t octavo_guard_lost(int id, int64_t* first);
+void octavo_guard_reset(int id);
+void octavo_guard_end(int id);
 
 // Reads `bytes` of memory with all threads; seconds. For benchmarks.
 double octavo_read_memory(void* pool, const void* data, int64_t bytes);

@@ -1,11 +1,17 @@
-// Every kernel table this CPU can run against the plain C++ one: the same bits for random inputs. And the thread pool.
-// Built by CMake as `octavo_kernel_test`; under qemu-user it is the test of the NEON kernels.
+// Every kernel table this CPU can run against the plain C++ one: the same bits for random inputs. And the thread pool, and
+// the guard of mapped files. Built by CMake as `octavo_kernel_test`; under qemu-user it is the test of the NEON kernels.
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "octavo_native.h"
@@ -225,10 +231,77 @@ void test_pool() {
   std::printf("pool: every chunk once, in the order of stages\n");
 }
 
+// A mapped file that is cut: reads and writes behind its end go on, on empty pages, in every thread; bus errors elsewhere
+// are still whoever's they were.
+sigjmp_buf elsewhere;
+void on_other(int) { siglongjmp(elsewhere, 1); }
+
+void expect(bool good, const char* what) {
+  if (good) return;
+  std::printf("FAILED guard: %s\n", what);
+  failures++;
+}
+
+uint8_t* mapped(int* file, int64_t bytes) {
+  char name[] = "/tmp/octavo-guard-XXXXXX";
+  *file = mkstemp(name);
+  unlink(name);
+  if (*file < 0 || ftruncate(*file, bytes) != 0) std::abort();
+  auto* data = (uint8_t*)mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *file, 0);
+  if (data == MAP_FAILED) std::abort();
+  std::memset(data, 7, (size_t)bytes);
+  return data;
+}
+
+void test_guard() {
+  struct sigaction other = {}, at_start = {}, now = {};
+  other.sa_handler = on_other;
+  sigaction(SIGBUS, &other, &at_start);
+  const int64_t page = sysconf(_SC_PAGESIZE), bytes = 64 * page;
+  int file, unguarded_file;
+  uint8_t *data = mapped(&file, bytes), *unguarded = mapped(&unguarded_file, page);
+  const int id = octavo_guard(data, bytes);
+  expect(id >= 0, "an id");
+  int64_t first = 0;
+  expect(octavo_guard_lost(id, &first) == 0 && first == -1, "nothing lost at first");
+  if (ftruncate(file, 16 * page) != 0 || ftruncate(unguarded_file, 0) != 0) std::abort();
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int t = 0; t < 4; t++)
+    threads.emplace_back([&, t] {
+      for (int64_t p = t; p < 64; p += 4)
+        if (data[p * page + 5] != (p < 16 ? 7 : 0)) wrong++;
+    });
+  for (auto& t : threads) t.join();
+  expect(wrong == 0, "what is there is read, the rest is empty");
+  expect(octavo_guard_lost(id, &first) == 48 && first == 16 * page, "48 pages from the 16th on");
+  data[40 * page] = 9;
+  expect(data[40 * page] == 9, "an empty page can be written");
+  if (ftruncate(file, bytes) != 0) std::abort();
+  mmap(data, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+  octavo_guard_reset(id);
+  expect(octavo_guard_lost(id, &first) == 0 && data[15 * page] == 7 && data[40 * page] == 0, "mapped anew");
+  volatile bool jumped = false;
+  if (sigsetjmp(elsewhere, 1))
+    jumped = true;
+  else
+    unguarded[0] = 1;
+  expect(jumped, "a bus error elsewhere goes to the handler from before");
+  octavo_guard_end(id);
+  sigaction(SIGBUS, nullptr, &now);
+  expect(now.sa_handler == on_other, "the handler from before is back");
+  sigaction(SIGBUS, &at_start, nullptr);
+  munmap(data, (size_t)bytes);
+  munmap(unguarded, (size_t)page);
+  close(file);
+  close(unguarded_file);
+}
+
 }  // namespace
 
 int main() {
   test_pool();
+  test_guard();
   const KernelTable& plain = *generic_kernels();
   int tables = 0;
   for (const char* name : {"generic", "avx2", "avx512", "neon"}) {

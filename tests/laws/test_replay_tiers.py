@@ -186,9 +186,10 @@ def test_who_is_still_at_its_prompt_is_computed_again(tmp_path: Path) -> None:
         calls = [*admit(0, 12), *admit(1, 12, 50)[:2], commit_of({1: committed})]
         got = replayed(tmp_path, *calls, plan(0, reserve=24), largest_reserve_tokens=24, full_pages=9)
         assert (got["preemptions"], got["tiers"]["retracted"]) == (1, kept), committed
-    calls = [*admit(0, 12), *admit(1, 1, 50)[:2], plan(0, reserve=24)]
-    got = replayed(tmp_path, *calls, largest_reserve_tokens=24, full_pages=9)
-    assert (got["preemptions"], got["tiers"]["retracted"]) == (1, 0)
+    for committed, kept in ((0, 0), (1, 1)):
+        calls = [*admit(0, 12), *admit(1, 1, 50)[:2], commit_of({1: committed}), plan(0, reserve=24)]
+        got = replayed(tmp_path, *calls, largest_reserve_tokens=24, full_pages=9)
+        assert (got["preemptions"], got["tiers"]["retracted"]) == (1, kept)
 
 
 def test_who_is_in_flight_leaves_no_ticket(tmp_path: Path) -> None:
@@ -256,6 +257,7 @@ def test_promises_are_kept_as_recorded_and_scaled_with_the_page_size(tmp_path: P
     for page_size, host, waits in ((2, 20, 0), (2, 19, 1), (8, 5, 0), (8, 4, 1)):
         got = replay(tmp_path / "trace", page_size=page_size, host_pages=host)
         assert (got["violations"], got["waiting_at_end"]) == (0, waits), (page_size, host)
+    assert replayed(tmp_path, *admit(0, 12), admit(1, 4, 50)[0], host=3)["waiting_at_end"] == 0, "none is promised"
     odd = [admit(0, 12)[0] | {"budget": 3}, admit(1, 12, 50)[0] | {"budget": 3}]  # 12 tokens: two pages of 8 each
     write_trace(tmp_path / "trace", *odd, tiers=tiers(10, 24, device=8), full_pages=20)
     assert replay(tmp_path / "trace", page_size=8, host_pages=3)["waiting_at_end"] == 1
@@ -319,6 +321,13 @@ def test_tiers_keep_their_size_in_tokens(tmp_path: Path) -> None:
             replay(tmp_path / "trace", **sizes)
     write_trace(tmp_path / "trace", *admit(0, 4), tiers=tiers(1, 28, device=8))
     assert replay(tmp_path / "trace", page_size=8)["host_pages"] == 1
+
+
+def test_a_lost_cache_is_followed(tmp_path: Path) -> None:
+    published = [backup_of(0), {"call": "publish", "row": 0, "tokens": tokens(12)}]
+    calls = [*admit(0, 12), *published, *admit(1, 13), release(1), {"call": "forget_cache"}]
+    got = replayed(tmp_path, *calls, *admit(2, 13))
+    assert (got["hits"], got["queried_tokens"]) == (12, 12 + 13 + 13)
 
 
 def test_what_the_device_counted_is_passed_on(tmp_path: Path) -> None:

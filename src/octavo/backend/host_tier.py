@@ -1,8 +1,9 @@
 """The memory of the host tier (HiSparse) and what moves pages in and out of it.
 
 Memory of this machine, pinned on CUDA, or a file mapped into memory. The file is allocated whole at start, so that a
-full disk is refused there, and looked at before every batch of copies: a file that was removed or cut is a typed error
-of the requests whose pages it held, never a bus error.
+full disk is refused there, and looked at before every step and around every batch of copies. Cut in between, missing
+pages become empty ones (`ops/file_guard.py`), which the next look finds. So a file that was removed or cut is a typed
+error of the requests whose pages it held, never a bus error; without the compiled module only the looks remain.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from octavo.backend.relay import upload
 from octavo.errors import ConfigError, HostTierLost
+from octavo.ops.file_guard import FileGuard
 from octavo.ops.meta import KVView, SparseView
 from octavo.ops.sparse_state import back_up, load_dense, load_slots, summarise_host_pages
 from octavo.options import format_size
@@ -34,6 +36,7 @@ class HostTier:
         self._words = np.dtype(np.float32 if dtype.itemsize == 4 else np.uint16)
         self._file: Any = None
         self._map: mmap.mmap | None = None
+        self._guard: FileGuard | None = None
         self.nbytes = int(np.prod(shape)) * dtype.itemsize
         self.page_bytes = self.nbytes // shape[0]
         if self.path is None:
@@ -52,7 +55,9 @@ class HostTier:
             self._forget_file()
             raise ConfigError("host_tier_path", str(path), _why(error, self.nbytes)) from error
         self._map = mmap.mmap(self._file.fileno(), self.nbytes)
-        return np.frombuffer(self._map, self._words)
+        words = np.frombuffer(self._map, self._words)
+        self._guard = FileGuard(self._map, words.ctypes.data, self.nbytes)
+        return words
 
     def _allocate(self) -> None:
         """Every block of the file exists afterwards: a store into the map cannot find the disk full."""
@@ -73,7 +78,13 @@ class HostTier:
         state = os.fstat(self._file.fileno())
         if state.st_nlink == 0:
             return 0
-        return None if state.st_size >= self.nbytes else state.st_size // self.page_bytes
+        intact = min(self.nbytes, state.st_size, self.nbytes if self._guard is None else self._guard.intact_bytes())
+        return None if intact == self.nbytes else intact // self.page_bytes
+
+    @property
+    def missed_accesses(self) -> int:
+        """Pages of the system that were asked for behind the end of a cut file, since the start."""
+        return 0 if self._guard is None else self._guard.total_lost()
 
     def check(self) -> None:
         """Raises HostTierLost if the file was removed or cut."""
@@ -90,35 +101,35 @@ class HostTier:
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 # the map goes on living without a name; the new file takes the name so that the next check passes
-                self._replace_file()
+                fresh = open(self.path, "w+b", buffering=0)
+                self._file.close()
+                self._file = fresh
             self._allocate()
+            self._map_again()
         except OSError as error:
             raise HostTierLost(
                 f"the host tier's file {self.path}: {_why(error, self.nbytes)}", intact_pages=0
             ) from error
 
-    def _replace_file(self) -> None:
-        """A removed file: map a new one at the same addresses, which every tensor and pointer keeps."""
+    def _map_again(self) -> None:
+        """The file at the addresses of the old mapping, which every tensor and pointer keeps."""
         import ctypes
 
-        if self.path is None or self._map is None:
-            return
-        fresh = open(self.path, "w+b", buffering=0)
-        os.posix_fallocate(fresh.fileno(), 0, self.nbytes)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
         address = self.tensor.data_ptr()
         shared_fixed = mmap.MAP_SHARED | 0x10  # MAP_FIXED: replaces the old mapping in one step
-        got = libc.mmap(address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_fixed, fresh.fileno(), 0)
+        got = libc.mmap(address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, shared_fixed, self._file.fileno(), 0)
         if got != address:
-            fresh.close()
-            raise OSError(ctypes.get_errno(), "cannot map the new file")
-        self._file.close()
-        self._file = fresh
+            raise OSError(ctypes.get_errno(), "cannot map the file again")
+        if self._guard is not None:
+            self._guard.reset()
 
     def close(self) -> None:
         """Remove the file. The memory goes with the last tensor."""
+        if self._guard is not None:
+            self._guard.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -157,14 +168,14 @@ class TierMover:
         self.view: SparseView = kv.sparse
 
     def back_up(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Pages (rows[i], columns[i]) into the host tier. Raises HostTierLost before anything is written."""
+        """Pages (rows[i], columns[i]) into the host tier. Raises HostTierLost if they are not in it afterwards."""
         self.tier.check()
         back_up(self.kv, upload(rows, self._device), upload(columns, self._device))
+        self.tier.check()
 
     def load(self, row: int, dense: tuple[int, int], recent: tuple[int, int]) -> None:
         """Columns [dense) of the row's dense and draft layers, [recent) of its sparse layers, from the host tier. The
-        row's slots are fresh. Raises HostTierLost before anything is written."""
-        self.tier.check()
+        row's slots are fresh. A file that is cut meanwhile is found before the row's next results are used."""
         for (first, last), copy in ((dense, load_dense), (recent, load_slots)):
             columns = np.arange(first, last)
             copy(self.kv, upload(np.full_like(columns, row), self._device), upload(columns, self._device))

@@ -244,6 +244,8 @@ class EngineCore:
 
     def _settle(self, handle: StepHandle) -> None:
         result = handle.wait()
+        if self.tiers is not None:  # before anybody hears of what was read from a file that is gone
+            self.tiers.check(self._everybody(), self.fail)
         plan = handle.plan
         now = time.monotonic()
         lengths = [self._committed(d.row) + len(t) for d, t in zip(plan.decodes, result.tokens, strict=True)]
@@ -308,7 +310,10 @@ class EngineCore:
 
     def _revive(self, request: Request) -> None:
         if self.tiers is not None and request.kept is not None:
-            self.tiers.resume(request, request.kept)
+            try:
+                self.tiers.resume(request, request.kept)
+            except HostTierLost as lost:
+                self.fail(request, lost)
 
     def _logprobs(self, request: Request, result: StepResult, index: int) -> list[TokenLogprob] | None:
         nodes = None if result.nodes is None else result.nodes[index]

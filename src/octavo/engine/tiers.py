@@ -106,10 +106,10 @@ class TierControl:
 
     def resume(self, request: Request, kept: Kept) -> None:
         """Open a row for a retracted request and bring its KV back. Raises OutOfRows, OutOfPages (nothing changed),
-        HostTierLost (its ticket is still open)."""
+        HostTierLost if its pages are lost (its ticket is still open)."""
         from octavo.disagg.layout import import_seed
 
-        self._mover.tier.check()
+        self._check_for(request)
         committed = kept.ticket.committed
         pre = self._ledger.preallocate(request.tokens, committed, host=True, ticket=kept.ticket)
         request.kept = None
@@ -151,7 +151,8 @@ class TierControl:
 
     def load_landed(self, request: Request) -> None:
         """A transfer has put the row's KV into the host tier: take bounds, load dense layers and the newest pages (a
-        short row's all). Raises HostTierLost."""
+        short row's all). Raises HostTierLost if its pages are lost; nothing has changed then."""
+        self._check_for(request)
         row = request.row
         self.load(request, None)
         columns = np.arange(int(self._ledger.protected[row]) // self._page, int(self._tiers.backed[row]))
@@ -160,19 +161,27 @@ class TierControl:
     # -- faults --
 
     def check(self, requests: list[Request], fail: Callable[[Request, OctavoError], None]) -> None:
-        """Before a step: if the tier's file was removed or cut, end the requests whose pages it held, forget cached
-        pages and make the file whole again."""
+        """Before a step and before its results are used: if the tier's file was removed or cut, end the requests whose
+        pages it held, forget cached pages and make the file whole again."""
         try:
             self._mover.tier.check()
         except HostTierLost as lost:
             self.mend(lost, requests, fail)
+
+    def _check_for(self, request: Request) -> None:
+        """Raises HostTierLost if pages of this request are lost; those of others are the next step's to find."""
+        try:
+            self._mover.tier.check()
+        except HostTierLost as lost:
+            if self._touches(request, lost.intact_pages):
+                raise
 
     def mend(self, lost: HostTierLost, requests: list[Request], fail: Callable[[Request, OctavoError], None]) -> None:
         self.lost += 1
         for request in requests:
             if self._touches(request, lost.intact_pages):
                 fail(request, lost)
-        self._ledger.reset_cache()
+        self._ledger.forget_cache()  # also what a step in flight still locks
         try:
             self._mover.tier.repair()
         except HostTierLost as worse:
@@ -219,6 +228,7 @@ class TierControl:
             "bytes_in": swaps * layer_bytes + self.loaded_pages * page_bytes,
             "bytes_out": books["backed_up_pages"] * page_bytes,
             "file_lost": self.lost,
+            "missed_accesses": self._mover.tier.missed_accesses,
         }
 
     def record_counters(self, trace: TraceWriter) -> None:

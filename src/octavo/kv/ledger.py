@@ -362,6 +362,15 @@ class Ledger(TierLedger):
             self.trace.record("reset_cache")
         return self.tree.evict_full(self.tree.evictable_full)
 
+    def forget_cache(self) -> int:
+        """What cached pages hold is lost: evict the unlocked ones, and match none of the others again. Rows and tickets
+        that hold some go on. Returns how many full pages that freed."""
+        if self.trace is not None:
+            self.trace.record("forget_cache")
+        freed = self.tree.evict_full(self.tree.evictable_full)
+        self.tree.retire()
+        return freed
+
     def report(self, *, page_map: bool | None = None) -> dict[str, Any]:
         """The books as plain data; see `octavo.kv.report`."""
         return ledger_report(self, page_map=page_map)

@@ -13,7 +13,7 @@ from octavo.kv.inflight import Aside, InFlight
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, whole_number, whole_numbers
 from octavo.kv.policy import EvictPolicy, LeastRecentlyUsed
 from octavo.kv.pool import PagePool, PageState
-from octavo.kv.prefix import Match, Node, PrefixTree
+from octavo.kv.prefix import Match, Namespace, Node, PrefixTree
 from octavo.kv.tiers import TieredPool, Tiers
 
 
@@ -175,7 +175,7 @@ class LedgerBase:
             raise self._broken(2, f"{entry} of a row that is {ROW_STATE_NAMES[now]}", at, expected=expected)
         return at
 
-    def _open_row(self, match: Match, namespace: str | None, floor_page: int, state: int, budget_pages: int) -> int:
+    def _open_row(self, match: Match, namespace: Namespace, floor_page: int, state: int, budget_pages: int) -> int:
         """Give out a row, lock the match for it and map its pages. The caller has checked that there is a row."""
         row = self._free_rows.pop()
         self._node[row] = self.tree.take(match, namespace, min(floor_page, match.pages))

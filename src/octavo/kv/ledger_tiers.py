@@ -85,11 +85,10 @@ class TierLedger(TransferLedger):
         floor = int(self.evicted[row]) >> self._shift
         none = np.empty(0, np.int32)
         shared = self._swa.cells[row, floor:protected].copy() if self._swa is not None else none
-        namespace = self._namespace_of(row)
         host = tiers.pool.part(cast(FullPages, self._full.cells[row, protected:kept].copy()))
         tiers.stats["retracted"] += 1
         ticket = Ticket(
-            number=tiers.stats["retracted"], node=self.path_end(row), namespace=namespace, host=host,
+            number=tiers.stats["retracted"], node=self.path_end(row), host=host,
             swa_shared=cast(SwaPages, shared), committed=int(self.committed[row]),
             prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
         )  # fmt: skip
@@ -99,12 +98,6 @@ class TierLedger(TransferLedger):
         if self.trace is not None:
             self.trace.record("retract", row=row, ticket=ticket.number)
         return ticket
-
-    def _namespace_of(self, row: int) -> str | None:
-        node = self.path_end(row)
-        while node.parent is not None:
-            node = node.parent
-        return node.namespace
 
     def drop_ticket(self, ticket: Ticket) -> None:
         """The retracted request ended: its host pages are freed, its path unlocked."""

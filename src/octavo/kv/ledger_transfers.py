@@ -17,9 +17,16 @@ from octavo.kv.books import Preallocation, RowState, as_tokens
 from octavo.kv.ledger_base import LedgerBase
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_pages
 from octavo.kv.pool import PageState
-from octavo.kv.prefix import Match, Node
+from octavo.kv.prefix import Match, Namespace, Node
 from octavo.kv.sliding import swa_tail
 from octavo.kv.tiers import Ticket, Tiers
+
+
+def namespace_of(node: Node) -> Namespace:
+    """The namespace of the root that a node hangs from."""
+    while node.parent is not None:
+        node = node.parent
+    return node.namespace
 
 
 class TransferLedger(LedgerBase):
@@ -68,12 +75,13 @@ class TransferLedger(LedgerBase):
             match = self.match(ids[:fill_tokens], namespace, tail >> self._shift)
             self._check_promise(budget_pages)
         else:
-            match, namespace, budget_pages = self._match_of(ticket), ticket.namespace, ticket.budget
+            match, budget_pages = self._match_of(ticket), ticket.budget
             if self.tiers is not None:
                 self.tiers.check_slots()
         first, last = match.pages, ceil_pages(fill_tokens, self.page_size)
         swa_first = max(first, tail >> self._shift)
-        row = self._open_row(match, namespace, tail >> self._shift, RowState.TRANSFER, budget_pages)
+        opened = namespace if ticket is None else namespace_of(ticket.node)
+        row = self._open_row(match, opened, tail >> self._shift, RowState.TRANSFER, budget_pages)
         try:
             if ticket is None:
                 self._make_room(last - first, last - swa_first)

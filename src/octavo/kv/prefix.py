@@ -23,6 +23,8 @@ from octavo.kv.pages import NO_PAGE, BoolArray, FullPages, Int32Array, SwaPages
 from octavo.kv.policy import EvictPolicy
 from octavo.kv.pool import PagePool, PageState
 
+Namespace = str | int | None  # an int: retired
+
 
 class Node:
     """A run of pages. The root of a namespace has none and no parent. The stamps are the heaps': which entry counts."""
@@ -42,7 +44,7 @@ class Node:
         self.start_page = start_page
         self.locks = 0
         self.last_use = self.swa_last_use = self.hits = 0
-        self.namespace: str | None = None  # of a root
+        self.namespace: Namespace = None  # of a root
 
     @property
     def num_pages(self) -> int:
@@ -88,9 +90,9 @@ class PrefixTree:
         self.window = window_tokens
         self.extra = 1 if pair_keys else 0  # tokens behind a page that its key includes
         self.full_pool, self.swa_pool = full_pool, swa_pool
-        self.roots: dict[str | None, Node] = {}
+        self.roots: dict[Namespace, Node] = {}
         self.num_nodes = 0
-        self.tick = 0
+        self.tick = self.retired = 0  # retired: roots that nobody looks at again
         self.evictable_full = 0
         self.evictable_swa = 0
         self.evicted_full = self.evicted_swa = self.splits = self.heals = 0  # counters
@@ -102,13 +104,20 @@ class PrefixTree:
 
     # --- lookup ------------------------------------------------------------------------------------------------
 
-    def root(self, namespace: str | None) -> Node:
+    def root(self, namespace: Namespace) -> Node:
         node = self.roots.get(namespace)
         if node is None:
             none = np.empty(0, np.int32)
             node = self.roots[namespace] = Node(None, b"", none, none, 0)
             node.namespace = namespace
         return node
+
+    def retire(self) -> None:
+        """Nothing that is in the tree is matched again: its roots take names nobody asks for. Rows go on."""
+        for name in list(self.roots):
+            self.retired += 1
+            root = self.roots[self.retired] = self.roots.pop(name)
+            root.namespace = self.retired
 
     def match(
         self, tokens: Int32Array, namespace: str | None, max_pages: int, read_from_page: int | None = None
@@ -175,7 +184,7 @@ class PrefixTree:
 
     # --- locks -------------------------------------------------------------------------------------------------
 
-    def take(self, match: Match, namespace: str | None, swa_from_page: int) -> Node:
+    def take(self, match: Match, namespace: Namespace, swa_from_page: int) -> Node:
         """Lock a match for a row: its whole path, and its SWA pages from `swa_from_page` on. Returns its last node."""
         self.tick += 1
         root = self.root(namespace)

@@ -190,6 +190,9 @@ class _Replay(TierReplay):
     def on_reset_cache(self, call: dict[str, Any]) -> None:
         self.ledger.reset_cache()
 
+    def on_forget_cache(self, call: dict[str, Any]) -> None:
+        self.ledger.forget_cache()
+
     # --- pressure ------------------------------------------------------------------------------------------------
 
     def open(self, request: _Request) -> bool:

@@ -151,7 +151,7 @@ class Ticket:
     """A retracted request's claim: its KV stays in the host tier until `preallocate(ticket=…)` or `drop_ticket`.
 
     number              which retraction of these books it comes from, from 1 on: its name in a trace
-    node, namespace     end of the locked path of shared pages
+    node                end of the locked path of shared pages
     host                host pages of [protected, ceil_p(committed)), in order
     swa_shared          the tree's SWA pages that stay locked
     committed, prefilled, budget   tokens, tokens, pages: as they were in the row
@@ -159,7 +159,6 @@ class Ticket:
 
     number: int
     node: Node
-    namespace: str | None
     host: HostPages
     swa_shared: SwaPages
     committed: int

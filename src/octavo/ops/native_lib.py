@@ -19,7 +19,7 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 
-_ABI = 2
+_ABI = 3
 _LOG = logging.getLogger("octavo.ops")
 ISAS = ("avx512", "avx2", "neon", "generic")
 
@@ -86,6 +86,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "octavo_program_run": (c_int, [c_void_p, c_void_p, POINTER(Run)]),
     "octavo_top_p": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
     "octavo_draw": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "octavo_guard": (c_int, [c_void_p, c_int64]),
+    "octavo_guard_lost": (c_int64, [c_int, POINTER(c_int64)]),
+    "octavo_guard_reset": (None, [c_int]),
+    "octavo_guard_end": (None, [c_int]),
     "octavo_read_memory": (c_double, [c_void_p, c_void_p, c_int64]),
 }  # fmt: skip
 
