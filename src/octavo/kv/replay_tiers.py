@@ -136,7 +136,6 @@ class TierReplay:
             self.waiting.remove(request)
         if request.ticket is not None:
             self.ledger.drop_ticket(request.ticket)
-            request.ticket = None
 
     def tier_summary(self) -> dict[str, Any]:
         if self.ledger.tiers is None:
