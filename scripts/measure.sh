@@ -38,9 +38,9 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                 ;;
             streams) bench "streams.json" --chat --mode plain,best --streams 4,16 --output-tokens 128 --peer llama.cpp ;;
             perplexity)
-                bench "perplexity.json" --perplexity --perplexity-tokens 16384
-                bench "perplexity-topics.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp
-                bench "perplexity-kjv.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp \
+                bench "perplexity.json" --perplexity exact,float32,auto,int8,int4,bf16 --perplexity-tokens 16384
+                bench "perplexity-topics.json" --perplexity float32,auto --perplexity-tokens 100000 --peer llama.cpp
+                bench "perplexity-kjv.json" --perplexity float32,auto --perplexity-tokens 100000 --peer llama.cpp \
                     --perplexity-text "$(bash scripts/texts.sh)"
                 ;;
             hisparse)

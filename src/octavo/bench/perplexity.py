@@ -1,6 +1,8 @@
 """What a weight format costs: perplexity on a fixed text, against exact dequantisation in float32.
 
-The text is cut into windows that each start afresh; the first token of a window is given, the rest is scored.
+The text is cut into windows that each start afresh; the first token of a window is given, the rest is scored. "exact"
+computes in torch, the independent reference; "float32" has the same weights and precision in the compiled operations,
+where there are any, and is several times as fast.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.model.load import LoadedModel
 
 WINDOW_TOKENS = 512
-FORMATS = ("exact", "auto", "int8", "int4", "bf16")
+FORMATS = ("exact", "float32", "auto", "int8", "int4", "bf16")
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ def network_of(loaded: LoadedModel, weight_format: str, page_size: int) -> Any:
 
     from octavo.model.registry import build_network
 
-    exact = weight_format in ("exact", "bf16")
+    as_they_are = weight_format in ("exact", "float32", "bf16")
     return build_network(
         loaded,
         dtype=torch.bfloat16 if weight_format == "bf16" else torch.float32,
-        quantization="none" if exact else weight_format,
+        quantization="none" if as_they_are else weight_format,
         device="cpu",
         use_native=weight_format != "exact",
         page_size=page_size,
@@ -61,9 +63,10 @@ def score(network: Any, ids: Sequence[int], page_size: int, progress: Callable[[
             if len(window) < 2:
                 continue
             hidden, _ = network.forward(chunk_step(window), kv)
-            logits = network.logits(hidden[:-1]).double()
+            logits = network.logits(hidden[:-1])
             wanted = torch.tensor(window[1:])
-            nll -= float(torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None]).sum())
+            chosen = logits.gather(1, wanted[:, None])[:, 0].double()
+            nll += float((torch.logsumexp(logits, dim=-1).double() - chosen).sum())
             scored += len(window) - 1
             progress(number + 1, len(windows))
     return nll, scored

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="exact,auto,int8,int4,bf16",
         metavar="FORMAT[,FORMAT]",
-        help="score a fixed text instead of timing: exact, auto, int8, int4, bf16",
+        help="score a fixed text instead of timing: exact, float32, auto, int8, int4, bf16",
     )
     quality.add_argument("--perplexity-tokens", default="4096", metavar="N", help="tokens of text (default: 4096)")
     quality.add_argument(
@@ -287,7 +287,7 @@ def _perplexity(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[st
     scores += _peer_scores(args, config, ids)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    base = next((s for s in scores if s.format == "exact"), None)
+    base = next((s for name in ("exact", "float32") for s in scores if s.format == name), None)
     lines = [
         {
             "format": s.format,
