@@ -26,11 +26,73 @@ Visible visible(const octavo_run& run, int64_t token, int64_t sequence, int wind
 
 }  // namespace
 
-void AttnPlan::build(const octavo_run& run, int threads) {
+void TilePlan::begin_items() {
   items_.clear();
-  const int group = heads / kv_heads;
-  const int widest = std::min(group, kTileQueries), tile_tokens = std::max(1, kTileQueries / group);
-  int splits = 0;
+  split_total_ = 0;
+}
+
+void TilePlan::add_items(int sequence, int token, int tokens, int split_begin, int split_end) {
+  const int group = heads / kv_heads, widest = std::min(group, kTileQueries);
+  for (int h = 0; h < kv_heads; h++)
+    for (int g = 0; g < group; g += widest) {
+      items_.push_back({sequence, token, tokens, h, h * group + g, std::min(widest, group - g), split_begin, split_end,
+                        split_total_});
+      split_total_ += items_.back().slots();
+    }
+}
+
+void TilePlan::end_items(int threads) {
+  by_split_ = (int)items_.size() < 4 * threads && split_total_ > (int)items_.size();
+  if (!by_split_) return;
+  split_item_.resize((size_t)split_total_);
+  for (size_t i = 0; i < items_.size(); i++)
+    for (int s = 0; s < items_[i].slots(); s++) split_item_[(size_t)(items_[i].partial + s)] = (int)i;
+  if (items_.size() > finished_capacity_) {
+    finished_capacity_ = items_.size() * 2;
+    finished_ = std::make_unique<std::atomic<int>[]>(finished_capacity_);
+  }
+}
+
+void TilePlan::reserve(int head_dim) {
+  if (!by_split_) return;
+  const size_t slots = (size_t)split_total_ * kTileQueries;
+  if (partial_state_.size() < slots) partial_state_.resize(slots);
+  if (partial_acc_.size() < slots * (size_t)head_dim) partial_acc_.resize(slots * (size_t)head_dim);
+}
+
+void TilePlan::reset_counters() {
+  if (by_split_)
+    for (size_t i = 0; i < items_.size(); i++) finished_[i].store(0, std::memory_order_relaxed);
+}
+
+// Room in the thread's own memory, and the queries of the item in its tile.
+void TilePlan::prepare(const Rows& rows, const Item& item, Scratch& s) const {
+  const size_t need = (size_t)kTileQueries * (size_t)rows.head_dim;
+  if (s.acc.size() < need) {
+    s.acc.resize(need);
+    s.part_acc.resize(need);
+    s.turned.resize((size_t)kTurnedKeys * (size_t)rows.head_dim);
+  }
+  for (int r = 0; r < item.tokens * item.heads; r++)
+    s.tile.q[r] = rows.q + (item.token + r / item.heads) * rows.ldq +
+                  (int64_t)(item.head + r % item.heads) * rows.head_dim;
+}
+
+void TilePlan::store(const Rows& rows, const Item& item, const AttnState* state, const float* acc) const {
+  for (int i = 0; i < item.tokens; i++)
+    for (int h = 0; h < item.heads; h++) {
+      const int r = i * item.heads + h;
+      float* to = rows.out + (item.token + i) * rows.ldo + (int64_t)(item.head + h) * rows.head_dim;
+      if (state[r].max == -INFINITY)
+        std::fill(to, to + rows.head_dim, 0.0f);
+      else
+        rows.k.finish(state[r], acc + (int64_t)r * rows.head_dim, rows.head_dim, to);
+    }
+}
+
+void AttnPlan::build(const octavo_run& run, int threads) {
+  begin_items();
+  const int tile_tokens = std::max(1, kTileQueries / (heads / kv_heads));
   for (int64_t s = 0; s < run.sequences; s++) {
     for (int64_t t = run.q_indptr[s]; t < run.q_indptr[s + 1]; t += tile_tokens) {
       const int count = (int)std::min<int64_t>(tile_tokens, run.q_indptr[s + 1] - t);
@@ -40,40 +102,12 @@ void AttnPlan::build(const octavo_run& run, int threads) {
         if (v.high > v.low) low = std::min(low, v.low), high = std::max(high, v.high);
       }
       const int begin = high > 0 ? (int)(low / kSplit) : 0, end = high > 0 ? (int)((high - 1) / kSplit) + 1 : 0;
-      for (int h = 0; h < kv_heads; h++)
-        for (int g = 0; g < group; g += widest) {
-          const int take = std::min(widest, group - g);
-          items_.push_back({(int)s, (int)t, count, h, h * group + g, take, begin, end, splits});
-          splits += std::max(1, end - begin);
-        }
+      add_items((int)s, (int)t, count, begin, end);
     }
   }
-  by_split_ = (int)items_.size() < 4 * threads && splits > (int)items_.size();
-  split_total_ = splits;
+  end_items(threads);
   // A thread walks several splits in a row, so that the keys of the next one are asked for in time.
-  chunks_ = by_split_ ? std::min(splits, 8 * threads) : (int)items_.size();
-  if (by_split_) {
-    split_item_.resize((size_t)splits);
-    for (size_t i = 0; i < items_.size(); i++)
-      for (int s = 0; s < std::max(1, items_[i].split_end - items_[i].split_begin); s++)
-        split_item_[(size_t)(items_[i].partial + s)] = (int)i;
-    if (items_.size() > finished_capacity_) {
-      finished_capacity_ = items_.size() * 2;
-      finished_ = std::make_unique<std::atomic<int>[]>(finished_capacity_);
-    }
-  }
-}
-
-void AttnPlan::reserve(int head_dim) {
-  if (!by_split_) return;
-  const size_t slots = (size_t)split_total_ * kTileQueries;
-  if (partial_state_.size() < slots) partial_state_.resize(slots);
-  if (partial_acc_.size() < slots * (size_t)head_dim) partial_acc_.resize(slots * (size_t)head_dim);
-}
-
-void AttnPlan::reset_counters() {
-  if (by_split_)
-    for (size_t i = 0; i < items_.size(); i++) finished_[i].store(0, std::memory_order_relaxed);
+  chunks_ = by_split_ ? std::min(split_total_, 8 * threads) : (int)items_.size();
 }
 
 // Fills the tile with the keys of one split. Page-table entries outside the visible range are not read.
@@ -143,81 +177,15 @@ int AttnPlan::load(const octavo_run& run, const AttnOp& op, const Item& item, in
   return flags;
 }
 
-void AttnPlan::store(const AttnOp& op, const KernelTable& k, const Item& item, const AttnState* state,
-                     const float* acc, float* out, int64_t ldo) const {
-  for (int i = 0; i < item.tokens; i++)
-    for (int h = 0; h < item.heads; h++) {
-      const int r = i * item.heads + h;
-      float* to = out + (item.token + i) * ldo + (int64_t)(item.head + h) * op.head_dim;
-      if (state[r].max == -INFINITY)
-        std::fill(to, to + op.head_dim, 0.0f);
-      else
-        k.finish(state[r], acc + (int64_t)r * op.head_dim, op.head_dim, to);
-    }
-}
-
-void AttnPlan::prepare(Scratch& s, int head_dim) const {
-  const size_t need = (size_t)kTileQueries * (size_t)head_dim;
-  if (s.acc.size() >= need) return;
-  s.acc.resize(need);
-  s.part_acc.resize(need);
-  s.turned.resize((size_t)kTurnedKeys * (size_t)head_dim);
-}
-
-void AttnPlan::set_queries(const AttnOp& op, const Item& item, const float* q, int64_t ldq, AttnTile& tile) const {
-  for (int r = 0; r < item.tokens * item.heads; r++)
-    tile.q[r] = q + (item.token + r / item.heads) * ldq + (int64_t)(item.head + r % item.heads) * op.head_dim;
-}
-
 int AttnPlan::run_chunk(const octavo_run& run, const AttnOp& op, const KernelTable& k, const float* q, int64_t ldq,
                         float* out, int64_t ldo, int index, Scratch& s) {
-  prepare(s, op.head_dim);
+  const Rows rows{k, op.head_dim, q, ldq, out, ldo};
+  const auto keys = [&](const Item& item, int split, Scratch& mine) { return load(run, op, item, split, mine); };
+  if (!by_split_) return run_item(rows, items_[(size_t)index], s, keys);
+  const int begin = (int)((int64_t)split_total_ * index / chunks_);
+  const int end = (int)((int64_t)split_total_ * (index + 1) / chunks_);
   int flags = 0;
-  if (by_split_) {
-    const int begin = (int)((int64_t)split_total_ * index / chunks_);
-    const int end = (int)((int64_t)split_total_ * (index + 1) / chunks_);
-    for (int split = begin; split < end; split++) flags |= run_split(run, op, k, q, ldq, out, ldo, split, s);
-    return flags;
-  }
-  const Item& item = items_[(size_t)index];
-  const int queries = item.tokens * item.heads, hd = op.head_dim;
-  set_queries(op, item, q, ldq, s.tile);
-  for (int r = 0; r < queries; r++) s.state[r] = {-INFINITY, 0.0f};
-  for (int split = item.split_begin; split < item.split_end; split++) {
-    flags |= load(run, op, item, split, s);
-    k.attend(s.tile, s.turned.data(), s.part, s.part_acc.data());
-    for (int r = 0; r < queries; r++)
-      k.combine(s.state + r, s.acc.data() + (size_t)r * hd, s.part[r], s.part_acc.data() + (size_t)r * hd, hd);
-  }
-  store(op, k, item, s.state, s.acc.data(), out, ldo);
-  return flags;
-}
-
-// One split of one item; whoever finishes an item's last split combines all of them.
-int AttnPlan::run_split(const octavo_run& run, const AttnOp& op, const KernelTable& k, const float* q, int64_t ldq,
-                        float* out, int64_t ldo, int index, Scratch& s) {
-  const int hd = op.head_dim, which = split_item_[(size_t)index];
-  const size_t need = (size_t)kTileQueries * (size_t)hd;
-  const Item& item = items_[(size_t)which];
-  const int queries = item.tokens * item.heads;
-  const int split = item.split_begin + index - item.partial, splits = item.split_end - item.split_begin;
-  AttnState* state = partial_state_.data() + (size_t)index * kTileQueries;
-  float* acc = partial_acc_.data() + (size_t)index * need;
-  int flags = 0;
-  if (splits > 0) {
-    set_queries(op, item, q, ldq, s.tile);
-    flags |= load(run, op, item, split, s);
-    k.attend(s.tile, s.turned.data(), state, acc);
-  } else {
-    for (int r = 0; r < queries; r++) state[r] = {-INFINITY, 0.0f};
-  }
-  if (finished_[(size_t)which].fetch_add(1, std::memory_order_acq_rel) + 1 < std::max(1, splits)) return flags;
-  state = partial_state_.data() + (size_t)item.partial * kTileQueries;
-  acc = partial_acc_.data() + (size_t)item.partial * need;
-  for (int p = 1; p < splits; p++)
-    for (int r = 0; r < queries; r++)
-      k.combine(state + r, acc + (size_t)r * hd, state[p * kTileQueries + r], acc + (size_t)p * need + (size_t)r * hd, hd);
-  store(op, k, item, state, acc, out, ldo);
+  for (int split = begin; split < end; split++) flags |= run_split(rows, split, s, keys);
   return flags;
 }
 

@@ -192,7 +192,7 @@ void Program::opened(int stage) {
   if (stage < (int)live_->size()) {
     const Stage& next = (*live_)[(size_t)stage];
     if (next.plan >= 0) plans_[(size_t)next.plan].reset_counters();
-    if (next.sparse) sparse_->reset_attend();
+    if (next.sparse) sparse_->reset_counters();
     if (code_[(size_t)next.begin].op == OCTAVO_SELECT) sparse_->reset_select();
   }
   if (!run_->profile) return;

@@ -43,7 +43,7 @@ class Program : public Job {
   };
   struct PerThread {
     AttnPlan::Scratch attention;
-    SparsePlan::Scratch sparse;
+    SparsePlan::SelectScratch sparse;
     std::vector<float> row, logits;
   };
 

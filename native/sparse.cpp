@@ -63,10 +63,8 @@ uint64_t sort_key(float score, int column) {
 void SparsePlan::build(const octavo_run& run, int threads) {
   const octavo_sparse& v = *run.sparse;
   const int64_t p = run.page_size, decodes = run.q_indptr[v.decodes];
-  const int group = heads / kv_heads;
   tokens_.assign((size_t)run.tokens, {});
   parts_.clear();
-  items_.clear();
   part_count_.assign((size_t)run.sequences, 0);
   columns_ = 1;
   for (int64_t s = 0; s < run.sequences; s++) {
@@ -105,55 +103,29 @@ void SparsePlan::build(const octavo_run& run, int threads) {
     scored_ = std::make_unique<std::atomic<int>[]>(scored_capacity_);
   }
 
-  const int widest = std::min(group, kTileQueries), tile = std::max(1, kTileQueries / group);
-  int splits = 0;
+  const int tile = std::max(1, kTileQueries / (heads / kv_heads));
+  begin_items();
   for (int64_t s = 0; s < run.sequences; s++) {
-    const bool counted = s < v.decodes;
-    for (int64_t t = run.q_indptr[s]; t < run.q_indptr[s + 1]; t += counted ? 1 : tile) {
-      const int count = (int)std::min<int64_t>(counted ? 1 : tile, run.q_indptr[s + 1] - t);
+    const int64_t most = s < v.decodes ? 1 : tile;  // a decoding token has a list of pages of its own
+    for (int64_t t = run.q_indptr[s]; t < run.q_indptr[s + 1]; t += most) {
+      const int count = (int)std::min<int64_t>(most, run.q_indptr[s + 1] - t);
       int64_t high = 0;
       for (int64_t i = t; i < t + count; i++) high = std::max(high, tokens_[(size_t)i].high - tokens_[(size_t)i].skipped);
-      const int needed = high > 0 ? (int)((high - 1) / kSplit) + 1 : 0;
-      for (int h = 0; h < kv_heads; h++)
-        for (int g = 0; g < group; g += widest) {
-          items_.push_back({(int)s, (int)t, count, h, h * group + g, std::min(widest, group - g), needed, splits, counted});
-          splits += std::max(1, needed);
-        }
+      add_items((int)s, (int)t, count, 0, high > 0 ? (int)((high - 1) / kSplit) + 1 : 0);
     }
   }
-  by_split_ = (int)items_.size() < 4 * threads && splits > (int)items_.size();
-  split_total_ = splits;
-  if (!by_split_) return;
-  split_item_.resize((size_t)splits);
-  for (size_t i = 0; i < items_.size(); i++)
-    for (int s = 0; s < std::max(1, items_[i].splits); s++) split_item_[(size_t)(items_[i].partial + s)] = (int)i;
-  if (items_.size() > finished_capacity_) {
-    finished_capacity_ = items_.size() * 2;
-    finished_ = std::make_unique<std::atomic<int>[]>(finished_capacity_);
-  }
-}
-
-void SparsePlan::reserve(int head_dim) {
-  if (!by_split_) return;
-  const size_t slots = (size_t)split_total_ * kTileQueries;
-  if (partial_state_.size() < slots) partial_state_.resize(slots);
-  if (partial_acc_.size() < slots * (size_t)head_dim) partial_acc_.resize(slots * (size_t)head_dim);
+  end_items(threads);
 }
 
 void SparsePlan::reset_select() {
   for (size_t i = 0; i < part_count_.size(); i++) scored_[i].store(0, std::memory_order_relaxed);
 }
 
-void SparsePlan::reset_attend() {
-  if (by_split_)
-    for (size_t i = 0; i < items_.size(); i++) finished_[i].store(0, std::memory_order_relaxed);
-}
-
 // ------------------------------------------------------------------------------------------------- selection
 
 // The query heads of one KV head vote together: low and high are their rotated queries' negative and positive parts.
 void SparsePlan::turn(const octavo_run& run, const SparseOp& op, const KernelTable& k, const float* q,
-                      const int64_t* rope, int64_t token, Scratch& s) const {
+                      const int64_t* rope, int64_t token, SelectScratch& s) const {
   const int hd = op.head_dim, group = heads / kv_heads, half = (int)rope[1];
   const size_t size = (size_t)kv_heads * (size_t)hd;
   const int64_t position = std::min(std::max<int64_t>(run.positions[token], 0), rope[0] - 1);
@@ -174,7 +146,7 @@ void SparsePlan::turn(const octavo_run& run, const SparseOp& op, const KernelTab
 }
 
 void SparsePlan::select(const octavo_run& run, const SparseOp& op, const KernelTable& k, const float* q, int64_t ldq,
-                        const int64_t* rope, int index, Scratch& s) {
+                        const int64_t* rope, int index, SelectScratch& s) {
   const octavo_sparse& v = *run.sparse;
   const Part& part = parts_[(size_t)index];
   const int64_t row = run.rows[part.sequence], begin = run.q_indptr[part.sequence], end = run.q_indptr[part.sequence + 1];
@@ -204,7 +176,7 @@ void SparsePlan::select(const octavo_run& run, const SparseOp& op, const KernelT
 }
 
 // The counted pages of one token: its list, and marks in s.needed.
-void SparsePlan::choose(int64_t t, int64_t width, Scratch& s) {
+void SparsePlan::choose(int64_t t, int64_t width, SelectScratch& s) {
   const Token& token = tokens_[(size_t)t];
   const float* scores = scores_.data() + t * columns_;
   int32_t* list = lists_.data() + t * columns_;
@@ -227,7 +199,7 @@ void SparsePlan::choose(int64_t t, int64_t width, Scratch& s) {
 
 // Hits stay; columns without a place take the least recently used places that are backed up and not needed, columns
 // to be written first. Order afterwards: stale, loaded, hit.
-void SparsePlan::map(const octavo_run& run, const SparseOp& op, int sequence, Scratch& s) {
+void SparsePlan::map(const octavo_run& run, const SparseOp& op, int sequence, SelectScratch& s) {
   const octavo_sparse& v = *run.sparse;
   const int64_t row = run.rows[sequence], p = run.page_size, start = run.kv_start[sequence];
   const RowState state = row_state(v, op.layer, row);
@@ -298,13 +270,13 @@ uint8_t* SparsePlan::slot_of(const octavo_run& run, const SparseOp& op, int64_t 
 // ------------------------------------------------------------------------------------------------- attention
 
 // Fills the tile with the keys of one split: pages in their slots, or in the host tier where they have none.
-int SparsePlan::load(const octavo_run& run, const SparseOp& op, const Item& item, int split, AttnPlan::Scratch& s) const {
+int SparsePlan::load(const octavo_run& run, const SparseOp& op, const Item& item, int split, Scratch& s) const {
   const octavo_sparse& v = *run.sparse;
   AttnTile& t = s.tile;
   const int64_t base = (int64_t)split * kSplit, hd = op.head_dim, p = run.page_size, element = element_bytes(run);
   const int64_t values = (int64_t)op.kv_heads * p * hd * element, head_at = item.kv_head * p * hd * element;
   const int64_t row = run.rows[item.sequence];
-  const int32_t* list = item.counted ? lists_.data() + (int64_t)item.token * columns_ : nullptr;
+  const int32_t* list = item.sequence < v.decodes ? lists_.data() + (int64_t)item.token * columns_ : nullptr;
   int flags = 0;
   auto page = [&](int64_t column) -> const uint8_t* {  // keys of this KV head
     int64_t from = column < v.width ? slot_at(v, op.layer, row, column) : -1;
@@ -356,62 +328,11 @@ int SparsePlan::load(const octavo_run& run, const SparseOp& op, const Item& item
   return flags;
 }
 
-void SparsePlan::store(const SparseOp& op, const KernelTable& k, const Item& item, const AttnState* state,
-                       const float* acc, float* out, int64_t ldo) const {
-  for (int i = 0; i < item.tokens; i++)
-    for (int h = 0; h < item.heads; h++) {
-      const int r = i * item.heads + h;
-      float* to = out + (item.token + i) * ldo + (int64_t)(item.head + h) * op.head_dim;
-      if (state[r].max == -INFINITY)
-        std::fill(to, to + op.head_dim, 0.0f);
-      else
-        k.finish(state[r], acc + (int64_t)r * op.head_dim, op.head_dim, to);
-    }
-}
-
 int SparsePlan::attend(const octavo_run& run, const SparseOp& op, const KernelTable& k, const float* q, int64_t ldq,
-                       float* out, int64_t ldo, int index, AttnPlan::Scratch& s) {
-  const int hd = op.head_dim;
-  const size_t need = (size_t)kTileQueries * (size_t)hd;
-  if (s.acc.size() < need) {
-    s.acc.resize(need);
-    s.part_acc.resize(need);
-    s.turned.resize((size_t)kTurnedKeys * (size_t)hd);
-  }
-  const int which = by_split_ ? split_item_[(size_t)index] : index;
-  const Item& item = items_[(size_t)which];
-  const int queries = item.tokens * item.heads;
-  for (int r = 0; r < queries; r++)
-    s.tile.q[r] = q + (item.token + r / item.heads) * ldq + (int64_t)(item.head + r % item.heads) * hd;
-  int flags = 0;
-  if (by_split_) {
-    AttnState* state = partial_state_.data() + (size_t)index * kTileQueries;
-    float* acc = partial_acc_.data() + (size_t)index * need;
-    if (item.splits > 0) {
-      flags |= load(run, op, item, index - item.partial, s);
-      k.attend(s.tile, s.turned.data(), state, acc);
-    } else {
-      for (int r = 0; r < queries; r++) state[r] = {-INFINITY, 0.0f};
-    }
-    if (finished_[(size_t)which].fetch_add(1, std::memory_order_acq_rel) + 1 < std::max(1, item.splits)) return flags;
-    state = partial_state_.data() + (size_t)item.partial * kTileQueries;
-    acc = partial_acc_.data() + (size_t)item.partial * need;
-    for (int part = 1; part < item.splits; part++)
-      for (int r = 0; r < queries; r++)
-        k.combine(state + r, acc + (size_t)r * hd, state[part * kTileQueries + r],
-                  acc + (size_t)part * need + (size_t)r * hd, hd);
-    store(op, k, item, state, acc, out, ldo);
-    return flags;
-  }
-  for (int r = 0; r < queries; r++) s.state[r] = {-INFINITY, 0.0f};
-  for (int split = 0; split < item.splits; split++) {
-    flags |= load(run, op, item, split, s);
-    k.attend(s.tile, s.turned.data(), s.part, s.part_acc.data());
-    for (int r = 0; r < queries; r++)
-      k.combine(s.state + r, s.acc.data() + (size_t)r * hd, s.part[r], s.part_acc.data() + (size_t)r * hd, hd);
-  }
-  store(op, k, item, s.state, s.acc.data(), out, ldo);
-  return flags;
+                       float* out, int64_t ldo, int index, Scratch& s) {
+  const Rows rows{k, op.head_dim, q, ldq, out, ldo};
+  const auto keys = [&](const Item& item, int split, Scratch& mine) { return load(run, op, item, split, mine); };
+  return by_split_ ? run_split(rows, index, s, keys) : run_item(rows, items_[(size_t)index], s, keys);
 }
 
 }  // namespace octavo

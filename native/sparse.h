@@ -18,15 +18,13 @@ struct SparseOp {  // what one sparse layer is
 
 // Work of all sparse layers of a step. What a token counts of a layer is decided layer by layer; how many pages that
 // are follows from its position, so items and splits are laid out once a step.
-class SparsePlan {
+class SparsePlan : public TilePlan {
  public:
-  SparsePlan(int heads, int kv_heads) : heads(heads), kv_heads(kv_heads) {}
-  const int heads, kv_heads;
+  using TilePlan::TilePlan;
 
   void build(const octavo_run& run, int threads);
-  void reserve(int head_dim);
 
-  struct Scratch {  // one per thread
+  struct SelectScratch {  // one per thread
     std::vector<float> turned, low, high;
     std::vector<uint64_t> keys;
     std::vector<uint8_t> needed, rank;
@@ -36,7 +34,7 @@ class SparsePlan {
   // Stage 1: chunks score pages; whoever ends the last chunk of a sequence selects, maps and swaps in.
   int select_chunks() const { return (int)parts_.size(); }
   void select(const octavo_run& run, const SparseOp& op, const KernelTable& k, const float* q, int64_t ldq,
-              const int64_t* rope, int index, Scratch& s);
+              const int64_t* rope, int index, SelectScratch& s);
   void reset_select();
 
   // Where a token's keys of KV head 0 go (values are kv_heads * page_size * head_dim elements behind); null: no place.
@@ -45,8 +43,7 @@ class SparsePlan {
   // Stage 2: out rows are [token, heads * head_dim]. Returns error flags.
   int attend_chunks() const { return by_split_ ? split_total_ : (int)items_.size(); }
   int attend(const octavo_run& run, const SparseOp& op, const KernelTable& k, const float* q, int64_t ldq, float* out,
-             int64_t ldo, int index, AttnPlan::Scratch& s);
-  void reset_attend();
+             int64_t ldo, int index, Scratch& s);
 
  private:
   struct Token {            // what a position counts; prompt tokens skip nothing
@@ -58,20 +55,12 @@ class SparsePlan {
   struct Part {
     int sequence, begin, end;  // candidate columns to score
   };
-  struct Item {
-    int sequence, token, tokens;
-    int kv_head, head, heads;
-    int splits, partial;
-    bool counted;           // one decoding token, with a list of pages
-  };
 
   void turn(const octavo_run& run, const SparseOp& op, const KernelTable& k, const float* q, const int64_t* rope,
-            int64_t token, Scratch& s) const;
-  void choose(int64_t token, int64_t width, Scratch& s);
-  void map(const octavo_run& run, const SparseOp& op, int sequence, Scratch& s);
-  int load(const octavo_run& run, const SparseOp& op, const Item& item, int split, AttnPlan::Scratch& s) const;
-  void store(const SparseOp& op, const KernelTable& k, const Item& item, const AttnState* state, const float* acc,
-             float* out, int64_t ldo) const;
+            int64_t token, SelectScratch& s) const;
+  void choose(int64_t token, int64_t width, SelectScratch& s);
+  void map(const octavo_run& run, const SparseOp& op, int sequence, SelectScratch& s);
+  int load(const octavo_run& run, const SparseOp& op, const Item& item, int split, Scratch& s) const;
 
   std::vector<Token> tokens_;
   std::vector<Part> parts_;
@@ -81,15 +70,6 @@ class SparsePlan {
   int64_t columns_ = 0;                  // of both
   std::unique_ptr<std::atomic<int>[]> scored_;
   size_t scored_capacity_ = 0;
-
-  std::vector<Item> items_;
-  std::vector<int> split_item_;
-  int split_total_ = 0;
-  bool by_split_ = false;
-  std::vector<float> partial_acc_;
-  std::vector<AttnState> partial_state_;
-  std::unique_ptr<std::atomic<int>[]> finished_;
-  size_t finished_capacity_ = 0;
 };
 
 }  // namespace octavo

@@ -14,13 +14,14 @@ from octavo.backend.runner import Runner
 from octavo.backend.sampler import Sampler
 from octavo.config import EngineConfig
 from octavo.engine.grammar import GrammarCompiler
+from octavo.engine.setup_pools import explicit_pools
 from octavo.engine.setup_tiers import TierPlan, make_tiers, plan_tiers, tier_line
 from octavo.engine.tiers import TierControl
 from octavo.errors import ConfigError
 from octavo.kv.ledger import Ledger, LedgerConfig
 from octavo.kv.policy import load_policy
 from octavo.kv.saving import Capacity, PageBytes, longest_requests, two_pool_saving
-from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
+from octavo.kv.sizing import DecodeReserve, PoolSizes, pool_sizes, row_width_pages
 from octavo.model.load.loader import LoadedModel, load_model
 from octavo.model.registry import build_network, kv_page_bytes, make_kv
 from octavo.ops import native
@@ -236,7 +237,10 @@ def size_pools(
     }
     row_pages = row_width_pages(longest, reserve.tokens, config.page_size)
     if config.num_pages is not None or config.num_swa_pages is not None:
-        sizes = _explicit(config, common, row_pages, window)
+        sizes = explicit_pools(
+            config, row_pages * config.max_running, window_tokens=window, swa_page_bytes=swa_bytes,
+            reserve_tokens=reserve.tokens, chunk_tokens=config.prefill_chunk_tokens,
+        )  # fmt: skip
     else:
         available = hardware.available_memory_bytes() - loaded.weight_bytes
         cap = config.max_running * row_pages * (full_bytes + swa_bytes)
@@ -269,21 +273,6 @@ def size_pools(
             )
         longest = held
     return sizes, longest
-
-
-def _explicit(config: EngineConfig, common: dict[str, Any], row_pages: int, window: int) -> PoolSizes:
-    full = config.num_pages if config.num_pages is not None else row_pages * config.max_running
-    if not common["swa_page_bytes"]:
-        return PoolSizes(full, 0)
-    least = min_swa_pages(
-        window,
-        common["largest_reserve_tokens"],
-        config.prefill_chunk_tokens,
-        config.page_size,
-        overlap=config.overlap_on,
-    )
-    swa = max(least, min(full, least * config.max_running)) if config.num_swa_pages is None else config.num_swa_pages
-    return PoolSizes(full, swa)
 
 
 def _startup_lines(

@@ -13,9 +13,10 @@ import torch
 from octavo import hardware
 from octavo.backend.host_tier import HostTier
 from octavo.config import EngineConfig
+from octavo.engine.setup_pools import explicit_pools
 from octavo.errors import ConfigError
 from octavo.kv.pages import ceil_pages
-from octavo.kv.sizing import DecodeReserve, PoolSizes, min_swa_pages, pool_sizes, row_width_pages
+from octavo.kv.sizing import DecodeReserve, PoolSizes, pool_sizes, row_width_pages
 from octavo.kv.tiers import TierConfig, dense_limit_tokens, least_device_pages, max_chunk_tokens, max_verify_rows
 from octavo.model.load.loader import LoadedModel
 from octavo.model.registry import TierBytes, tier_bytes
@@ -68,7 +69,11 @@ def plan_tiers(
     chunk = _chunk_tokens(config, device_pages)
     host_pages = _host_pages(config, loaded, each, row_pages)
     if config.num_pages is not None or config.num_swa_pages is not None:
-        sizes, slots = _explicit(config, loaded, reserve, host_pages, device_pages, page_bytes, chunk)
+        slots = config.max_running * device_pages
+        sizes = explicit_pools(
+            config, host_pages, window_tokens=loaded.config.window_tokens or 0, swa_page_bytes=page_bytes[1],
+            reserve_tokens=reserve.tokens, chunk_tokens=chunk,
+        )  # fmt: skip
     else:
         sizes, slots = _from_memory(
             config, loaded, reserve, host_pages, device_pages, page_bytes, each, chunk, longest, row_pages
@@ -148,26 +153,6 @@ def _free_disk_bytes(path: str) -> int:
         return shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError("host_tier_path", path, f"a file in a folder that exists ({error.strerror})") from error
-
-
-def _explicit(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    reserve: DecodeReserve,
-    host_pages: int,
-    device_pages: int,
-    page_bytes: tuple[int, int],
-    chunk_tokens: int,
-) -> tuple[PoolSizes, int]:
-    full = host_pages if config.num_pages is None else config.num_pages
-    slots = config.max_running * device_pages
-    if not page_bytes[1]:
-        return PoolSizes(full, 0), slots
-    least = min_swa_pages(
-        loaded.config.window_tokens or 0, reserve.tokens, chunk_tokens, config.page_size, overlap=config.overlap_on
-    )
-    swa = max(least, min(full, least * config.max_running)) if config.num_swa_pages is None else config.num_swa_pages
-    return PoolSizes(full, swa), slots
 
 
 def _from_memory(
