@@ -46,8 +46,10 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
             hisparse)
                 "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts speed --streams 1,8 --peer llama.cpp --fresh \
                     --fractions 4,8,16 --json "$results/hisparse-speed.json" --plot docs/hisparse-speed.svg
-                # hours; a second call goes on where the first was stopped
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --seeds 20 \
+                # hours; a second call goes on where the first was stopped, a file of an earlier format is begun anew
+                fresh=$(grep -qs '"octavo-hisparse-2"' "$results/hisparse-quality.json" || echo --fresh)
+                # shellcheck disable=SC2086  # $fresh is a flag or nothing
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --seeds 20 $fresh \
                     --json "$results/hisparse-quality.json" --plot docs/hisparse-quality.svg
                 "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,perplexity,needle --seeds 20 \
                     --model gemma3-270m --contexts 8192,32768 --streams 1 --windows 2 \
