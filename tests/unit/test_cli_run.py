@@ -223,13 +223,14 @@ def test_bench_measures_and_records(model: Path, tmp_path: Path) -> None:
 def test_bench_scores_weight_formats(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 80)
-    done = octavo("bench", "--model", model, "--threads", 1, "--perplexity", "exact,int8", "--perplexity-tokens", 300,
-                  "--perplexity-text", text, "--json")  # fmt: skip
+    done = octavo("bench", "--model", model, "--threads", 1, "--perplexity", "exact,float32,int8",
+                  "--perplexity-tokens", 300, "--perplexity-text", text, "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     matches_schema("bench", document)
-    exact, int8 = document["perplexity"]
+    exact, float32, int8 = document["perplexity"]
     assert exact["change"] == 0.0 and exact["tokens"] == 299 and document["text"] == "text.txt"
+    assert float32["tokens"] == 299 and abs(float32["change"]) < 1e-4
     assert 0 < abs(int8["change"]) < 0.5
 
 
