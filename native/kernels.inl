@@ -38,7 +38,14 @@ inline void quant_tile(const LinearArgs& a, int block, int row) {
   for (int r = 0; r < R; r++) acc[r] = f_set(0.0f);
   for (int g = 0; g < groups; g++, w += kBytes, q += kGroup) {
 #if defined(__x86_64__)
-    for (int p = 0; p < kBytes; p += 64) __builtin_prefetch(w + 2560 + p, 0, 0);
+    // One or two rows wait for memory: straight into the first level. More rows compute meanwhile, and the first level
+    // has too few lines under way to use that time: further ahead, into the second.
+    for (int p = 0; p < kBytes; p += 64) {
+      if (R < 3)
+        __builtin_prefetch(w + 2560 + p, 0, 0);
+      else
+        __builtin_prefetch(w + 8192 + p, 0, 2);
+    }
 #endif
     I dot[R];
     if (Four)
