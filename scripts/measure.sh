@@ -33,7 +33,7 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                 model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --peer llama.cpp
                 ;;
             chat)
-                bench "chat.json" --chat --mode plain,ngram,eagle3,dflash --output-tokens 128 --peer llama.cpp \
+                bench "chat.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --output-tokens 128 --peer llama.cpp \
                     --profile --plot "$results/chat.svg"
                 ;;
             streams) bench "streams.json" --chat --mode plain,best --streams 4,16 --output-tokens 128 --peer llama.cpp ;;

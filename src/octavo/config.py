@@ -31,7 +31,9 @@ from octavo.options import (
     text,
 )
 
-DRAFTS = ("auto", "none", "ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash", "scripted")
+DRAFTS = (
+    "auto", "none", "ngram", "table", "eagle3", "dflash", "ngram+table", "ngram+eagle3", "ngram+dflash", "scripted"
+)  # fmt: skip
 MAX_PAGE_SIZE_TOKENS = 1024
 
 
@@ -223,14 +225,14 @@ class EngineConfig:
     draft: str = option(
         "auto",
         choice(*DRAFTS, also="module:Class", accept=class_path),
-        "how tokens are drafted; ngram+…: looked up first, drafted by weights where nothing matches; auto takes the "
-        "fastest that exists for the model, else ngram",
+        "how tokens are drafted; ngram+…: looked up first, drafted by weights or a table of phrases where nothing "
+        "matches; auto takes the fastest that exists for the model, else ngram",
         group="draft",
     )
     draft_model: str | None = option(
         None,
         text("a draft folder or file", metavar="PATH", optional=True),
-        "weights of an EAGLE-3 or DFlash draft; for ngram a text that is looked up too",
+        "an EAGLE-3 or DFlash draft or a table of phrases; for ngram a text that is looked up too",
         group="draft",
         shown_default="the one shipped for the model",
     )

@@ -17,6 +17,7 @@ from octavo.params import SamplingParams
 from octavo.spec.checkpoint import random_draft, save_draft
 from octavo.spec.draft_config import DFlashConfig, EagleConfig, LayerShape, default_eagle_taps
 from tests.engine.test_core import prompts, run, solo
+from tests.tables import write_table
 from tests.tiny import VOCAB, config_of, engine
 
 PAGE_SIZES = (1, 16, 64, 256)
@@ -39,7 +40,7 @@ def plain() -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def files(plain: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random learned drafts and scripts for both targets."""
+    """Random learned drafts, tables and scripts for both targets."""
     root = tmp_path_factory.mktemp("product")
     made = {}
     for kind, answers in plain.items():
@@ -51,6 +52,7 @@ def files(plain: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFa
             save_draft(root / f"{kind}-{name}", random_draft(config, seed=3), dtype=torch.float32)
             made[f"{kind}-{name}"] = str(root / f"{kind}-{name}")
         right = [p + a for p, a in zip(PROMPTS, answers, strict=True)]
+        made[f"{kind}-table"] = write_table(root / f"{kind}-table", right, VOCAB)
         for name, counts in (("right", None), ("sometimes", [2, 0, 1, 8])):
             file = root / f"{kind}-{name}.json"
             file.write_text(json.dumps({"sequences": right, "accept_counts": counts}))
@@ -74,7 +76,11 @@ def check(
 @HOW_MANY
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
-    "name", ["wrong", "right", "sometimes", "ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash"]
+    "name",
+    [
+        "wrong", "right", "sometimes", "ngram", "table", "eagle3", "dflash",
+        "ngram+table", "ngram+eagle3", "ngram+dflash",
+    ],
 )
 def test_chains_and_blocks(
     name: str, length: int, sizes: str, plain: dict[str, list[list[int]]], files: dict[str, str]
@@ -103,7 +109,9 @@ def test_trees(
 
 
 @HOW_MANY
-@pytest.mark.parametrize("name", ["sometimes", "ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash"])
+@pytest.mark.parametrize(
+    "name", ["sometimes", "ngram", "eagle3", "dflash", "ngram+table", "ngram+eagle3", "ngram+dflash"]
+)
 def test_a_hybrid_model(name: str, sizes: str, plain: dict[str, list[list[int]]], files: dict[str, str]) -> None:
     """Sliding windows: the longest draft at every page size; lengths and trees are those of the tests above."""
     options: dict[str, Any] = {"draft": "scripted" if name == "sometimes" else name, "draft_tokens": 9}

@@ -19,6 +19,7 @@ from octavo.spec.draft_config import (
     default_eagle_taps,
 )
 from tests.engine.test_core import GREEDY, prompts, run, solo
+from tests.tables import write_table
 from tests.tiny import VOCAB, config_of, engine
 
 MIXED = [
@@ -31,6 +32,8 @@ MIXED = [
     SamplingParams(temperature=0.9, seed=2, max_tokens=20, regex="(ab|[c-f]{2,3}){1,6}[.;]"),
 ]
 
+NAMES = ["scripted", "scripted tree", "ngram", "table", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+table"]
+
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[list[int]]]:
@@ -40,7 +43,7 @@ def plain() -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of random EAGLE-3 and DFlash drafts for both tiny targets."""
+    """Folders of random EAGLE-3 and DFlash drafts and tables of random phrases for both tiny targets."""
     root = tmp_path_factory.mktemp("drafts")
     made = {}
     for kind in ("llama", "gemma3"):
@@ -53,11 +56,12 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             folder = root / f"{kind}-{name}"
             save_draft(folder, random_draft(config, seed=3), dtype=torch.float32)
             made[f"{kind}-{name}"] = str(folder)
+        made[f"{kind}-table"] = write_table(root / f"{kind}-table", prompts(40, seed=8, high=60), VOCAB)
     return made
 
 
 def options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:
-    if name in ("eagle3", "dflash"):
+    if name in ("eagle3", "dflash", "table"):
         return {"draft": name, "draft_model": drafts[f"{kind}-{name}"], "draft_adaptive": False}
     if name.startswith("ngram+"):
         return {"draft": name, "draft_model": drafts[f"{kind}-{name.removeprefix('ngram+')}"]}
@@ -71,7 +75,7 @@ def options(name: str, kind: str, drafts: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_text_with_drafts_equals_plain_text(
     kind: str, overlap: bool, name: str, page_size: int, plain: dict[str, list[list[int]]], drafts: dict[str, str]
@@ -82,7 +86,9 @@ def test_text_with_drafts_equals_plain_text(
     assert run(core, calls) == plain[kind]  # and warm
 
 
-@pytest.mark.parametrize("name", ["scripted", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash"])
+@pytest.mark.parametrize(
+    "name", ["scripted", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash", "ngram+table"]
+)
 def test_text_with_drafts_under_pressure(name: str, drafts: dict[str, str]) -> None:
     long = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     given = prompts(5, seed=4, low=3, high=20)

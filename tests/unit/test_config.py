@@ -39,7 +39,7 @@ def test_page_sizes(page_size: object) -> None:
         ("num_pages", 0, "from 1"),
         ("dtype", "float8", "auto, float32, bfloat16"),
         ("quantization", "q4", "auto, none, int8, int4"),
-        ("draft", "eagle", "auto, none, ngram, eagle3, dflash, ngram+eagle3, ngram+dflash, scripted, or module:Class"),
+        ("draft", "eagle", "auto, none, ngram, table, eagle3, dflash, ngram+table, ngram+eagle3"),
         ("draft", "no:", "module:Class"),
         ("draft_tokens", 0, "from 1 to 64"),
         ("draft_topk", 0, "from 1 to 64"),

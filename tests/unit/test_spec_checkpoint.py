@@ -114,7 +114,7 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
     ({"max_position_embeddings": 0}, "max_position_embeddings 0"),
-    ({"architectures": ["MedusaModel"], "eagle_config": None, "draft_vocab_size": None}, "neither an EAGLE-3 nor"),
+    ({"architectures": ["MedusaModel"], "eagle_config": None, "draft_vocab_size": None}, "not an EAGLE-3 or DFlash"),
 ]
 
 
@@ -289,7 +289,7 @@ def test_no_shipped_draft_is_taken_for_an_unknown_target() -> None:
     assert shipped_draft(None) is None and shipped_draft("00" * 32) is None
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "table"])
 def test_drafts_ship_for_smollm2(algorithm: str) -> None:
     """Under 16 MB each, for the very file `smollm2` names; `auto` takes one only where it is marked as the default."""
     folder = shipped_draft(SMOLLM2, algorithm)

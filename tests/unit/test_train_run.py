@@ -70,6 +70,23 @@ def test_a_draft_is_trained_saved_and_served(algorithm: str, folder: Path) -> No
         assert served.generate([prompt], params)[0].token_ids == expected
 
 
+def test_phrases_are_counted_saved_and_served(folder: Path) -> None:
+    loaded = loaded_model("llama")
+    figures = train_draft(options("table", folder, min_count=1), loaded=loaded, llm_factory=TinyLLM)
+    assert figures["phrases"] > 100 and figures["held_out"]["accept_length"] >= 1.0
+    assert set(figures["served"]) == {"held_out T=0.0", "held_out T=0.8"}
+    card = json.loads((folder / "table" / "config.json").read_text())["octavo"]
+    assert card["served"] == figures["served"] and card["options"]["min_count"] == 1
+    assert "epochs" not in card["options"]
+    prompt, params = list(range(40, 60)), SamplingParams(temperature=0, max_tokens=24)
+    with TinyLLM(draft="none") as plain:
+        expected = plain.generate([prompt], params)[0].token_ids
+    for draft in ("table", "ngram+table", "auto"):
+        with TinyLLM(draft=draft, draft_model=str(folder / "table")) as served:
+            assert served.generate([prompt], params)[0].token_ids == expected
+            assert served.core.parts.drafter.name == ("table" if draft == "table" else "ngram+table")
+
+
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 def test_an_interrupted_run_goes_on_exactly(algorithm: str, tmp_path: Path, folder: Path) -> None:
     """Training stopped by the clock and continued gives the weights of a run that was never stopped."""

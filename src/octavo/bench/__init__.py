@@ -6,6 +6,8 @@ from __future__ import annotations
 MODES = {
     "plain": "none",
     "ngram": "ngram",
+    "table": "table",
+    "ngram+table": "ngram+table",
     "eagle3": "eagle3",
     "dflash": "dflash",
     "ngram+eagle3": "ngram+eagle3",

@@ -67,11 +67,22 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
         return _scripted(config, loaded)
     if ":" in name:
         return _custom(name, config, loaded)
-    from octavo.spec.learned import plan_learned
-
     if name.startswith("ngram+"):
-        return _lookup_first(plan_learned(name.removeprefix("ngram+"), config, loaded), config)
-    return plan_learned(name, config, loaded)
+        return _lookup_first(_from_a_file(name.removeprefix("ngram+"), config, loaded), config)
+    return _from_a_file(name, config, loaded)
+
+
+def _from_a_file(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
+    """A draft that is a folder with a configuration: one with weights, or a table of phrases."""
+    from octavo.spec.learned import draft_path, plan_learned
+
+    if name != "table":
+        return plan_learned(name, config, loaded)
+    from octavo.spec.table import plan_table
+
+    path = draft_path(name, config, loaded)
+    vocab = loaded.config.vocab_size
+    return plan_table(path, _ngram_tokens(config), vocab, loaded.sha256, overlap=config.overlap_on)
 
 
 def _ngram_tokens(config: EngineConfig) -> int:
@@ -83,7 +94,7 @@ def _ngram_tokens(config: EngineConfig) -> int:
 
 
 def _lookup_first(learned: DraftPlan, config: EngineConfig) -> DraftPlan:
-    """Prompt lookup before a draft with weights: one reserve that is enough for either."""
+    """Prompt lookup before another draft: one reserve that is enough for either."""
     count = _ngram_tokens(config)
     if config.draft_topk is not None and config.draft_topk > 1:
         raise no_tree(config.draft_topk)
@@ -102,20 +113,21 @@ def _lookup_first(learned: DraftPlan, config: EngineConfig) -> DraftPlan:
 def _resolve(config: EngineConfig, loaded: LoadedModel) -> str:
     """`auto`: n-gram, and where nothing matches the shipped draft of this very target if one is marked as the default.
 
-    Looking up needs the newest tokens on the host, so with overlap a draft with weights is alone."""
+    Looking up needs the newest tokens on the host, so with overlap a draft with weights is alone. A table of phrases
+    needs them as well: it is never alone."""
     if config.draft != "auto":
         return config.draft
-    if config.draft_model is not None:
-        from octavo.spec.learned import algorithm_of
-
-        return algorithm_of(config.draft_model)
     from octavo.spec.learned import algorithm_of, one_may_ship_for, shipped_draft
+
+    if config.draft_model is not None:
+        algorithm = algorithm_of(config.draft_model)
+        return f"ngram+{algorithm}" if algorithm == "table" else algorithm
 
     if one_may_ship_for(loaded.config):  # the target is hashed only where a draft could be for it
         shipped = shipped_draft(loaded.sha256)
         if shipped is not None:
             algorithm = algorithm_of(shipped)
-            return algorithm if config.overlap_on else f"ngram+{algorithm}"
+            return algorithm if config.overlap_on and algorithm != "table" else f"ngram+{algorithm}"
     return "ngram"
 
 

@@ -24,7 +24,7 @@ from octavo.model.config import ModelConfig, RopeConfig
 from octavo.spec.verify import MAX_NODES
 
 FORMAT_VERSION = 1
-Algorithm = Literal["eagle3", "dflash"]
+Algorithm = Literal["eagle3", "dflash", "table"]
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,13 @@ def algorithm_of(data: Mapping[str, Any]) -> Algorithm:
     kind = data.get("speculators_model_type")
     named = data.get("architectures")
     architectures = " ".join(map(str, named)) if isinstance(named, list) else ""
+    if "NgramTable" in architectures:
+        return "table"
     if kind == "dflash" or "dflash_config" in data or "DFlashDraft" in architectures:
         return "dflash"
     if kind == "eagle3" or "eagle_config" in data or "Eagle3" in architectures or "draft_vocab_size" in data:
         return "eagle3"
-    raise ModelError(f"neither an EAGLE-3 nor a DFlash draft (architectures: {architectures or kind or 'none'})")
+    raise ModelError(f"not an EAGLE-3 or DFlash draft, nor a table (architectures: {architectures or kind or 'none'})")
 
 
 def parse_draft_config(data: Mapping[str, Any], target: ModelConfig) -> DraftConfig:
@@ -194,8 +196,10 @@ def parse_draft_config(data: Mapping[str, Any], target: ModelConfig) -> DraftCon
     version = data.get("octavo_format", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise ModelError(f"draft format {version}; this version reads {FORMAT_VERSION}: train it again")
-    parse = _parse_eagle if algorithm_of(data) == "eagle3" else _parse_dflash
-    config = parse(data, target)
+    algorithm = algorithm_of(data)
+    if algorithm == "table":
+        raise ModelError("a table of phrases: it has no network")
+    config = _parse_eagle(data, target) if algorithm == "eagle3" else _parse_dflash(data, target)
     sha = data.get("target_sha256")
     return replace(config, target_sha256=None if sha is None else str(sha))
 

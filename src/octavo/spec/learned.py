@@ -32,7 +32,7 @@ EAGLE_STEPS = 3
 
 
 def algorithm_of(path: str | Path) -> str:
-    """ "eagle3" or "dflash" as a draft's config says. Raises ModelError naming the file."""
+    """ "eagle3", "dflash" or "table" as a draft's config says. Raises ModelError naming the file."""
     file, data = draft_config.read_draft_json(path)
     try:
         return draft_config.algorithm_of(data)
@@ -80,7 +80,8 @@ def plan_learned(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftP
     return _plan_eagle(weights, config, loaded)
 
 
-def _weights(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftWeights:
+def draft_path(name: str, config: EngineConfig, loaded: LoadedModel) -> str | Path:
+    """The draft to take for an algorithm: the one given, else the one that ships. Raises ConfigError, ModelError."""
     path: str | Path | None = config.draft_model
     if path is None:
         path = shipped_draft(loaded.sha256, name)
@@ -91,8 +92,11 @@ def _weights(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftWeigh
     found = algorithm_of(path)
     if found != name:
         raise ConfigError("draft", name, f"{path} holds a draft for {found}")
-    weights = load_draft(path, loaded.config, loaded.sha256)
-    return weights
+    return path
+
+
+def _weights(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftWeights:
+    return load_draft(draft_path(name, config, loaded), loaded.config, loaded.sha256)
 
 
 def check_room(draft_tokens: int, config: EngineConfig, loaded: LoadedModel) -> None:

@@ -1,8 +1,9 @@
-"""Two drafters as one: prompt lookup where the text repeats itself, a draft with weights where nothing matches.
+"""Two drafters as one: prompt lookup where the text repeats itself, another where nothing matches: a draft with
+weights, or a table of phrases.
 
 A looked-up draft costs no draft forward and is mostly right where there is one; a draft with weights always has
 one. Both write into the same verify rows, so the books, the verify path and the acceptance rule see one drafter.
-The draft KV and the seed are those of the drafter with weights, which is shown every true token as ever.
+The draft KV and the seed, if any, are those of the other, which is shown every true token as ever.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ def no_tree(top_k: int) -> ConfigError:
 
 
 class LookupFirstDrafter:
-    """`lookup`, and `learned` (a chain or a block) where it finds nothing. Raises ConfigError for a tree."""
+    """`lookup`, and `learned` (a chain, a block, a table of phrases) where it finds nothing.
+
+    Raises ConfigError for a tree.
+    """
 
     needs_host_tokens = True
-    needs_draft_kv = True
     catches_up = True
 
     def __init__(self, lookup: NgramDrafter, learned: Any) -> None:
@@ -47,6 +50,7 @@ class LookupFirstDrafter:
         self.max_draft_tokens = self.max_depth = max(lookup.max_draft_tokens, learned.max_draft_tokens)
         self.footprint_tokens = max(lookup.footprint_tokens, learned.footprint_tokens)
         self.commit_lag_tokens = max(lookup.commit_lag_tokens, learned.commit_lag_tokens)
+        self.needs_draft_kv: bool = learned.needs_draft_kv
         self.kv_layers: int = learned.kv_layers
         self.key_mode: str = learned.key_mode
         self.taps: tuple[int, ...] = learned.taps

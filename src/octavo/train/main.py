@@ -1,4 +1,7 @@
-"""`octavo train-draft`: corpus → features → training → checkpoint → served acceptance, each step resumable."""
+"""`octavo train-draft`: corpus → features → training → checkpoint → served acceptance, each step resumable.
+
+A table of phrases takes the corpus alone: it is counted in seconds.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ if TYPE_CHECKING:
     from octavo.train.features import FeatureStore
     from octavo.train.objectives import Outcome
 
-HELP = "distil an EAGLE-3 or DFlash draft from a model, on a CPU"
+HELP = "distil an EAGLE-3 or DFlash draft from a model, or count its phrases, on a CPU"
 EXAMPLES = [
     "octavo train-draft --algorithm eagle3 --target smollm2 --out drafts/my-eagle3",
     "octavo train-draft --algorithm dflash --target smollm2 --out drafts/my-dflash --minutes 40",
+    "octavo train-draft --algorithm table --target smollm2 --out drafts/my-table --answer-tokens 100000",
 ]
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "train_draft"]
 
@@ -55,7 +59,7 @@ def train_draft(
     corpus = make_corpus(options, target, factory, work)
     _threads(options)  # an engine beside compiled operations leaves torch one thread; training wants them all
     started = time.monotonic()
-    figures = _train(options, target, corpus, work)
+    figures = _count(options, target, corpus) if options.algorithm == "table" else _train(options, target, corpus, work)
     figures["training_hours"] = round((time.monotonic() - started) / 3600, 3)
     if options.measure:
         figures["served"] = _measure(options, corpus, factory)
@@ -93,6 +97,51 @@ def make_corpus(options: TrainOptions, target: Any, factory: Callable[..., Any],
         raise ConfigError("answer_tokens", options.answer_tokens, "the target wrote no usable answer")
     corpus.recipe["target_sha256"] = target.sha256
     return corpus
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+
+
+def _count(options: TrainOptions, target: Any, corpus: Corpus) -> dict[str, Any]:
+    """A table of phrases instead of a network."""
+    from octavo.spec.choose import NGRAM_DRAFT_TOKENS
+    from octavo.spec.table import NgramTable, save_table
+    from octavo.train.table import accept_length, count_phrases
+
+    train, held = corpus.split(options.held_out)
+    phrases = count_phrases(
+        (s.tokens for s in train),
+        order=options.order,
+        min_count=options.min_count,
+        vocab_size=target.config.vocab_size,
+        min_probability=options.min_probability,
+    )
+    figures = _card(options, target, corpus)
+    if len(held):
+        walked = accept_length(NgramTable(phrases), held, NGRAM_DRAFT_TOKENS)
+        figures["held_out"] = {"accept_length": round(walked, 4)}
+    figures["phrases"] = len(phrases.next)
+    save_table(
+        options.out,
+        phrases,
+        hidden_size=target.config.hidden_size,
+        target_sha256=target.sha256,
+        card=figures,
+    )
+    return figures
+
+
+def _card(options: TrainOptions, target: Any, corpus: Corpus) -> dict[str, Any]:
+    """What every draft keeps of how it was made."""
+    return {
+        "algorithm": options.algorithm,
+        "target": target.name,
+        "target_sha256": target.sha256,
+        "corpus": {"samples": len(corpus), "answer_tokens": corpus.answer_tokens, "recipe": corpus.recipe},
+        "options": options.card(),
+        "licence": f"derived from {target.name}; its licence applies (Apache-2.0 for SmolLM2)",
+        "default": options.default,
+    }
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -138,10 +187,7 @@ def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> di
     held = list(range(len(setup.train), len(corpus)))
     batches = [held[i : i + 4] for i in range(0, len(held), 4)]
     figures: dict[str, Any] = {
-        "algorithm": options.algorithm,
-        "target": target.name,
-        "target_sha256": target.sha256,
-        "corpus": {"samples": len(corpus), "answer_tokens": corpus.answer_tokens, "recipe": corpus.recipe},
+        **_card(options, target, corpus),
         "went_on_from": setup.start or None,
         "draft_vocab_coverage": round(setup.coverage, 4),
         "steps": progress.step,
@@ -149,9 +195,6 @@ def _train(options: TrainOptions, target: Any, corpus: Corpus, work: Path) -> di
         "trained_minutes": round(progress.elapsed_s / 60, 2),
         "held_out": evaluate(setup.net, batches, setup.outcome) if batches else {},
         "history": progress.history[:: max(1, len(progress.history) // 40)],
-        "options": options.card(),
-        "licence": f"derived from {target.name}; its licence applies (Apache-2.0 for SmolLM2)",
-        "default": options.default,
     }
     weights = setup.net.weights(setup.config)
     figures["parameters"] = sum(t.numel() for t in weights.tensors.values())

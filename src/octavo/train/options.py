@@ -9,6 +9,13 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
+ALGORITHMS = ("eagle3", "dflash", "table")
+_OF_TABLES = ("order", "min_count", "min_probability")
+_OF_NETWORKS = (
+    "epochs", "minutes", "unroll", "draft_vocab", "layers", "features", "intermediate", "block_size", "anchors",
+    "batch_tokens", "max_tokens", "learning_rate", "train_dtype",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -30,6 +37,9 @@ class TrainOptions:
     intermediate: int | None = None
     block_size: int = 8
     anchors: int = 24
+    order: int = 3
+    min_count: int = 2
+    min_probability: float = 0.15
     batch_tokens: int = 2048
     max_tokens: int = 512
     learning_rate: float = 1e-3
@@ -48,8 +58,8 @@ class TrainOptions:
     default: bool = False  # mark the shipped draft as the one `--draft auto` takes
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ("eagle3", "dflash"):
-            raise ConfigError("algorithm", self.algorithm, "eagle3 or dflash")
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError("algorithm", self.algorithm, "eagle3, dflash or table")
         for name in ("out", "data", "init", "prompts", "cache_dir"):
             value = getattr(self, name)
             if value is not None:
@@ -58,8 +68,8 @@ class TrainOptions:
             raise ConfigError("train_dtype", self.train_dtype, "float32 or bfloat16")
         at_least = {
             "answer_tokens": 1, "epochs": 1, "unroll": 1, "draft_vocab": 16, "layers": 1, "features": 1,
-            "block_size": 2, "anchors": 1, "batch_tokens": 16, "max_tokens": 8, "generate_batch": 1, "held_out": 0,
-            "max_question_tokens": 4, "max_answer_tokens": 4,
+            "block_size": 2, "anchors": 1, "min_count": 1, "batch_tokens": 16, "max_tokens": 8,
+            "generate_batch": 1, "held_out": 0, "max_question_tokens": 4, "max_answer_tokens": 4,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:
@@ -72,13 +82,17 @@ class TrainOptions:
             raise ConfigError("learning_rate", self.learning_rate, "between 0 and 1")
         if self.intermediate is not None and self.intermediate < 1:
             raise ConfigError("intermediate", self.intermediate, "at least 1")
+        if not 1 <= self.order <= 3:
+            raise ConfigError("order", self.order, "1 to 3")
+        if not 0 <= self.min_probability <= 1:
+            raise ConfigError("min_probability", self.min_probability, "0 to 1")
         if self.block_size > 64:
             raise ConfigError("block_size", self.block_size, "2 to 64")
 
     def card(self) -> dict[str, Any]:
         """What is kept with the draft: every option that shaped it. An earlier draft's shape is its own."""
         shaping = self.shaping()
-        if self.init is not None:
+        if self.init is not None and self.algorithm != "table":
             for name in ("draft_vocab", "layers", "features", "intermediate", "block_size"):
                 del shaping[name]
         return shaping
@@ -87,6 +101,8 @@ class TrainOptions:
         """Every option that the result depends on."""
         shaping = asdict(self)
         for name in ("out", "data", "init", "cache_dir", "prompts", "threads", "measure", "default"):
+            del shaping[name]
+        for name in _OF_NETWORKS if self.algorithm == "table" else _OF_TABLES:
             del shaping[name]
         return shaping
 
@@ -106,6 +122,9 @@ _HELP = {
     "intermediate": "width of the draft's MLP (the target's if not given)",
     "block_size": "DFlash: tokens of a block, anchor included",
     "anchors": "DFlash: blocks trained per text and epoch",
+    "order": "table: tokens of the longest context",
+    "min_count": "table: phrases that the target wrote less often are left out",
+    "min_probability": "table: a draft ends where the chance that all of it is right falls below this",
     "batch_tokens": "padded tokens of a batch",
     "max_tokens": "longest text; what is beyond is cut off",
     "learning_rate": "peak of the schedule",
@@ -128,7 +147,7 @@ _HELP = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `octavo train-draft`, one for each option."""
-    parser.add_argument("--algorithm", required=True, choices=("eagle3", "dflash"), help="which kind of draft")
+    parser.add_argument("--algorithm", required=True, choices=ALGORITHMS, help="which kind of draft")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder the draft is written to")
     kinds: dict[str, type] = {"int": int, "float": float, "str": str}
     for field in fields(TrainOptions):
