@@ -54,7 +54,8 @@ class Runner:
             tables["swa"] = kv.swa_table
         self._projection = TableProjection(tables)
         self._tiers = None if kv.sparse is None or ledger.tiers is None else TierProjection(kv.sparse, ledger.tiers)
-        self._last_batch: tuple[tuple[tuple[int, ...], int], Batch] | None = None
+        self._batches_of: tuple[int, ...] = ()
+        self._batches: dict[int, Batch] = {}  # by width, of the rows that came last
         self._taps = drafter.taps if drafter is not None else ()
         self.pending = PendingSteps()
         self._may_wait = drafter is not None and drafter.needs_draft_kv
@@ -259,16 +260,19 @@ class Runner:
         self._observe(self._observation(host_rows, batch, start, counts + 1, taps, sampled))
 
     def _batch_of(self, host_rows: tuple[int, ...], width: int = 1) -> Batch:
-        """What describes a step of `width` tokens for each of these rows; the same one mostly comes again."""
-        key = (host_rows, width)
-        if self._last_batch is None or self._last_batch[0] != key:
+        """What describes a step of `width` tokens for each of these rows; the same rows mostly come again."""
+        if self._batches_of != host_rows:
+            self._batches_of, self._batches = host_rows, {}
+        batch = self._batches.get(width)
+        if batch is None:
             b = len(host_rows)
             rows, columns = upload(list(host_rows), self.device), torch.arange(width, device=self.device)
             node_rows = rows[:, None].expand(b, width).reshape(-1)
             seq = torch.arange(b, device=self.device)[:, None].expand(b, width).reshape(-1)
             indptr = tuple(range(0, b * width + 1, width))
-            self._last_batch = (key, Batch(rows, node_rows, seq, columns, torch.ones_like(rows), indptr))
-        return self._last_batch[1]
+            batch = Batch(rows, node_rows, seq, columns, torch.ones_like(rows), indptr)
+            self._batches[width] = batch
+        return batch
 
     def _flat(self, decode_rows: int, draft: Draft | None) -> Flat:
         if draft is None:

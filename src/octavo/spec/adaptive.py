@@ -35,25 +35,29 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], deque[float]] = {}
+        self._medians: dict[int, dict[int, float]] = {}  # bucket -> length -> seconds: asked for far more than changed
 
     def add(self, bucket: int, length: int, step_s: float) -> None:
-        self._times.setdefault((bucket, length), deque(maxlen=_SAMPLES)).append(step_s)
+        times = self._times.setdefault((bucket, length), deque(maxlen=_SAMPLES))
+        times.append(step_s)
+        self._medians.setdefault(bucket, {})[length] = median_low(times)
 
     def knows(self, bucket: int) -> bool:
         """Whether any step of such a batch was timed."""
-        return any(b == bucket for b, _ in self._times)
+        return bucket in self._medians
 
     def samples(self, bucket: int, length: int) -> int:
         return len(self._times.get((bucket, length), ()))
 
     def of(self, bucket: int, length: int) -> float:
         """Measured, or on the line between (beyond) the nearest measured lengths; 1 is a plain step's where none is."""
-        known = sorted((m, median_low(times)) for (b, m), times in self._times.items() if b == bucket)
-        if not known:
+        medians = self._medians.get(bucket)
+        if medians is None:
             return 1.0 + _ROW_COST * length
-        exact = dict(known).get(length)
+        exact = medians.get(length)
         if exact is not None:
             return exact
+        known = sorted(medians.items())
         if len(known) == 1:
             at, cost = known[0]
             return cost * (1.0 + _ROW_COST * length) / (1.0 + _ROW_COST * at)
