@@ -1,6 +1,7 @@
 // Integer products of one packed group: R rows x 16 outputs x 32 inputs, exact in int32.
 //
 //   dot4<R>(nibbles, q, stride, out)   codes 0..15 times int8
+//   dot5<R>(codes, q, stride, sum, out) codes -16..15 (stored + 16: nibbles, then high bits) times int8
 //   dot8<R>(bytes, q, stride, sum, out) codes int8 (stored + 128) times int8
 // out[r] is an I: sixteen int32 lanes. q is row 0's group, further rows are `stride` bytes apart.
 namespace {
@@ -23,6 +24,26 @@ inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
   for (int j = 0; j < 4; j++) {
     __m512i packed = _mm512_loadu_si512(w + 64 * j);
     __m512i lo = _mm512_and_si512(packed, mask), hi = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      out[r].v = _mm512_dpbusd_epi32(out[r].v, lo, spread(q + r * stride + 4 * j));
+      out[r].v = _mm512_dpbusd_epi32(out[r].v, hi, spread(q + r * stride + 16 + 4 * j));
+    }
+  }
+}
+template <int R>
+inline void dot5(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
+  const __m512i mask = _mm512_set1_epi8(15), sixteen = _mm512_set1_epi8(16);
+  for (int r = 0; r < R; r++) out[r].v = _mm512_set1_epi32(-16 * sum[r * sum_stride]);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m512i packed = _mm512_loadu_si512(w + 64 * j);
+    uint64_t above[2];
+    std::memcpy(above, w + 256 + 8 * j, 8);
+    std::memcpy(above + 1, w + 288 + 8 * j, 8);
+    __m512i lo = _mm512_and_si512(packed, mask), hi = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+    lo = _mm512_mask_add_epi8(lo, (__mmask64)above[0], lo, sixteen);
+    hi = _mm512_mask_add_epi8(hi, (__mmask64)above[1], hi, sixteen);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       out[r].v = _mm512_dpbusd_epi32(out[r].v, lo, spread(q + r * stride + 4 * j));
@@ -86,6 +107,47 @@ inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) out[r] = {_mm256_madd_epi16(a[r], ones), _mm256_madd_epi16(b[r], ones)};
 }
+// 32 bits, one for each byte: 16 where it is set, else 0.
+inline __m256i sixteens(const uint8_t* bits) {
+  int32_t x;
+  std::memcpy(&x, bits, 4);
+  const __m256i order = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                         2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+  const __m256i seen = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(x), order), bit);
+  return _mm256_and_si256(_mm256_cmpeq_epi8(seen, bit), _mm256_set1_epi8(16));
+}
+// Five bits: pairs of four products add up to at most 4 * 2 * 31 * 127 = 31496, so low and high nibbles are apart.
+template <int R>
+inline void dot5(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
+  const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  for (int r = 0; r < R; r++) out[r].a = out[r].b = _mm256_set1_epi32(-16 * sum[r * sum_stride]);
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+    __m256i a[R], b[R];
+    for (int r = 0; r < R; r++) a[r] = b[r] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      __m256i w0 = _mm256_loadu_si256((const __m256i*)(w + 64 * j));
+      __m256i w1 = _mm256_loadu_si256((const __m256i*)(w + 64 * j + 32));
+      if (h) w0 = _mm256_srli_epi16(w0, 4), w1 = _mm256_srli_epi16(w1, 4);
+      const uint8_t* bits = w + 256 + 32 * h + 8 * j;
+      w0 = _mm256_or_si256(_mm256_and_si256(w0, mask), sixteens(bits));
+      w1 = _mm256_or_si256(_mm256_and_si256(w1, mask), sixteens(bits + 4));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m256i x = spread(q + r * stride + 16 * h + 4 * j);
+        add16(a[r], _mm256_maddubs_epi16(w0, x));
+        add16(b[r], _mm256_maddubs_epi16(w1, x));
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      out[r].a = _mm256_add_epi32(out[r].a, _mm256_madd_epi16(a[r], ones));
+      out[r].b = _mm256_add_epi32(out[r].b, _mm256_madd_epi16(b[r], ones));
+    }
+  }
+}
 // code + 128 = 16 hi + lo, both products as above, minus 128 times the sum of the row's codes.
 template <int R>
 inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
@@ -144,6 +206,28 @@ inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
       }
     }
 }
+// 16 bits, one for each byte: 16 where it is set, else 0.
+inline uint8x16_t sixteens(const uint8_t* bits) {
+  const uint8x8_t bit = vcreate_u8(0x8040201008040201ull);
+  const uint8x16_t spread_out = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+  return vandq_u8(vtstq_u8(spread_out, vcombine_u8(bit, bit)), vdupq_n_u8(16));
+}
+template <int R>
+inline void dot5(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t* sum, int64_t sum_stride, I* out) {
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < 4; i++) out[r].v[i] = vdupq_n_s32(-16 * sum[r * sum_stride]);
+  for (int j = 0; j < 4; j++)
+    for (int i = 0; i < 4; i++) {
+      const uint8x16_t packed = vld1q_u8(w + 64 * j + 16 * i);
+      const uint8_t* bits = w + 256 + 8 * j + 2 * i;
+      const int8x16_t lo = vreinterpretq_s8_u8(vorrq_u8(vandq_u8(packed, vdupq_n_u8(15)), sixteens(bits)));
+      const int8x16_t hi = vreinterpretq_s8_u8(vorrq_u8(vshrq_n_u8(packed, 4), sixteens(bits + 32)));
+      for (int r = 0; r < R; r++) {
+        out[r].v[i] = vdotq_s32(out[r].v[i], lo, spread(q + r * stride + 4 * j));
+        out[r].v[i] = vdotq_s32(out[r].v[i], hi, spread(q + r * stride + 16 + 4 * j));
+      }
+    }
+}
 template <int R>
 inline void dot8(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t*, int64_t, I* out) {
   for (int r = 0; r < R; r++)
@@ -172,6 +256,21 @@ inline void dot4(const uint8_t* w, const int8_t* q, int64_t stride, I* out) {
         for (int i = 0; i < 4; i++) {
           int packed = w[64 * j + 4 * o + i];
           total += (packed & 15) * q[r * stride + 4 * j + i] + (packed >> 4) * q[r * stride + 16 + 4 * j + i];
+        }
+      out[r].v[o] = total;
+    }
+}
+template <int R>
+inline void dot5(const uint8_t* w, const int8_t* q, int64_t stride, const int32_t*, int64_t, I* out) {
+  for (int r = 0; r < R; r++)
+    for (int o = 0; o < 16; o++) {
+      int32_t total = 0;
+      for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 4; i++) {
+          const int packed = w[64 * j + 4 * o + i], bit = 4 * o + i;
+          const int lo = (packed & 15) + 16 * (w[256 + 8 * j + bit / 8] >> (bit % 8) & 1) - 16;
+          const int hi = (packed >> 4) + 16 * (w[288 + 8 * j + bit / 8] >> (bit % 8) & 1) - 16;
+          total += lo * q[r * stride + 4 * j + i] + hi * q[r * stride + 16 + 4 * j + i];
         }
       out[r].v[o] = total;
     }

@@ -24,9 +24,9 @@ inline void store_block(const LinearArgs& a, int block, int row, F value) {
 }
 
 // y += d * (scale * sum(q x)) + m * (scale * sum(x)), group after group
-template <int R, bool Four, bool Minimum>
+template <int R, Kind Codes, bool Minimum>
 inline void quant_tile(const LinearArgs& a, int block, int row) {
-  constexpr int kCodes = Four ? 256 : 512, kBytes = kCodes + (Minimum ? 64 : 32);
+  constexpr int kCodes = code_bytes(Codes), kBytes = kCodes + (Minimum ? 64 : 32);
   const uint8_t* w = a.w->data + (size_t)block * a.w->block_bytes;
   const int groups = a.w->in / kGroup;
   const int64_t stride = a.q.in;
@@ -48,8 +48,10 @@ inline void quant_tile(const LinearArgs& a, int block, int row) {
     }
 #endif
     I dot[R];
-    if (Four)
+    if (Codes == kInt4)
       dot4<R>(w, q, stride, dot);
+    else if (Codes == kInt5)
+      dot5<R>(w, q, stride, sum + g, groups, dot);
     else
       dot8<R>(w, q, stride, sum + g, groups, dot);
     const F d = f_half(w + kCodes);
@@ -81,19 +83,25 @@ inline void dense_tile(const LinearArgs& a, int block, int row) {
 struct Int4Tile {
   template <int R>
   static void run(const LinearArgs& a, int block, int row) {
-    quant_tile<R, true, true>(a, block, row);
+    quant_tile<R, kInt4, true>(a, block, row);
+  }
+};
+struct Int5Tile {
+  template <int R>
+  static void run(const LinearArgs& a, int block, int row) {
+    quant_tile<R, kInt5, false>(a, block, row);
   }
 };
 struct Int8Tile {
   template <int R>
   static void run(const LinearArgs& a, int block, int row) {
-    quant_tile<R, false, false>(a, block, row);
+    quant_tile<R, kInt8, false>(a, block, row);
   }
 };
 struct Int8MinimumTile {
   template <int R>
   static void run(const LinearArgs& a, int block, int row) {
-    quant_tile<R, false, true>(a, block, row);
+    quant_tile<R, kInt8, true>(a, block, row);
   }
 };
 struct Bf16Tile {
@@ -144,6 +152,7 @@ inline void over_rows(const LinearArgs& a, int block_begin, int block_end) {
 void linear(const LinearArgs& a, int block_begin, int block_end) {
   switch (a.w->kind) {
     case kInt4: over_rows<Int4Tile>(a, block_begin, block_end); break;
+    case kInt5: over_rows<Int5Tile>(a, block_begin, block_end); break;
     case kInt8:
       if (a.w->minimum)
         over_rows<Int8MinimumTile>(a, block_begin, block_end);
@@ -262,7 +271,7 @@ void embed(const Weight& w, int64_t id, float factor, float* out) {
                                          : bf16_to_float(((const uint16_t*)block)[k * 16 + lane]));
     return;
   }
-  const int codes = w.kind == kInt4 ? 256 : 512, bytes = codes + (w.minimum ? 64 : 32);
+  const int codes = code_bytes(w.kind), bytes = codes + (w.minimum ? 64 : 32);
   for (int g = 0; g < w.in / kGroup; g++, block += bytes) {
     uint16_t h[2] = {0, 0};
     std::memcpy(h, block + codes + 2 * lane, 2);
@@ -270,9 +279,13 @@ void embed(const Weight& w, int64_t id, float factor, float* out) {
     const float d = half_to_float_bits(h[0]), m = half_to_float_bits(h[1]);
     for (int i = 0; i < kGroup; i++) {
       int code;
-      if (w.kind == kInt4) {
+      if (w.kind != kInt8) {
         const int packed = block[64 * ((i % 16) / 4) + 4 * lane + i % 4];
         code = i < 16 ? packed & 15 : packed >> 4;
+        if (w.kind == kInt5) {
+          const int word = i < 16 ? i / 4 : 4 + (i - 16) / 4, bit = 4 * lane + i % 4;
+          code += 16 * (block[256 + 8 * word + bit / 8] >> (bit % 8) & 1) - 16;
+        }
       } else {
         code = (int)block[64 * (i / 4) + 4 * lane + i % 4] - 128;
       }

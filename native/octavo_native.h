@@ -16,7 +16,7 @@ enum {
   OCTAVO_COPY,        // dst <- src
   OCTAVO_RMS_NORM,    // dst <- norm(src) * w; f0 eps; i0 head size (0: the whole row)
   OCTAVO_QUANTIZE,    // quant buffer dst <- src
-  OCTAVO_LINEAR,      // dst <- src w^T (+ bias) (+ src2); src is a quant buffer for int4 and int8 weights
+  OCTAVO_LINEAR,      // dst <- src w^T (+ bias) (+ src2); src is a quant buffer for int4, int5 and int8 weights
                       // (pools: 0 full, 1 sliding window, 2 sparse, whose layer counts among the sparse ones)
   OCTAVO_ROPE_WRITE,  // dst <- rotated src (q; -1: none); k src2, v buffer i0 offset i1; i2 pool, i3 layer,
                       // i4 head size, i5 q heads, i6 kv heads; w cos|sin table, i7 its r
@@ -72,7 +72,7 @@ int octavo_has_isa(const char* name);
 void* octavo_pool(int threads, const int* cpus, int cpu_count, double spin_us);
 void octavo_pool_free(void* pool);
 
-// codes, scale, minimum for int4 (0) and int8 (1); dense for bf16 (2) and fp32 (3); bias [out] or null.
+// codes, scale, minimum for int4 (0), int8 (1) and int5 (4, codes -16..15); dense for bf16 (2) and fp32 (3); bias [out] or null.
 void* octavo_weight(int kind, int64_t out, int64_t in, const void* codes, const uint16_t* scale,
                     const uint16_t* minimum, const void* dense, const float* bias);
 int64_t octavo_weight_bytes(const void* weight);

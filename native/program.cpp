@@ -359,7 +359,7 @@ LinearArgs Program::linear_args(const octavo_instr& in, int64_t row_begin, int64
   LinearArgs a{};
   a.w = (const Weight*)in.w;
   a.rows = (int)(row_end - row_begin);
-  if (a.w->kind == kInt4 || a.w->kind == kInt8) {
+  if (is_quantised(a.w->kind)) {
     a.q = quants_[(size_t)in.src];
     const int64_t groups = row_begin * (a.q.in / kGroup);
     a.q.code += row_begin * a.q.in;

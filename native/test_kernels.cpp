@@ -61,17 +61,19 @@ Quantised quantise(const KernelTable& k, const std::vector<float>& x, int rows, 
 }
 
 void test_linear(const KernelTable& plain, const KernelTable& fast) {
-  for (int round = 0; round < 60; round++) {
-    const int kind = round % 4, out = 1 + below(60), in = kind < 2 ? 32 * (1 + below(8)) : 1 + below(200);
+  for (int round = 0; round < 75; round++) {
+    const int kind = round % 5, out = 1 + below(60);
+    const bool quantised = is_quantised((Kind)kind);
+    const int in = quantised ? 32 * (1 + below(8)) : 1 + below(200);
     const int rows = 1 + below(13), groups = in / kGroup;
     std::vector<uint8_t> codes((size_t)out * in);
-    for (auto& c : codes) c = (uint8_t)(kind == 0 ? below(16) : below(256));
+    for (auto& c : codes) c = (uint8_t)(kind == kInt4 ? below(16) : kind == kInt5 ? below(32) - 16 : below(256));
     std::vector<uint16_t> scale((size_t)out * groups), minimum(scale.size()), bf16((size_t)out * in);
     for (auto& s : scale) s = half(normal() + 3.0f);
     for (auto& m : minimum) m = half(normal() - 4.0f);
     std::vector<float> dense = floats(out * in), bias = floats(out);
     for (size_t i = 0; i < dense.size(); i++) plain.store_bf16(&dense[i], 1, &bf16[i]);
-    const bool with_minimum = kind == 0 || below(2);
+    const bool with_minimum = kind == kInt4 || (kind != kInt5 && below(2));
     void* w = octavo_weight(kind, out, in, codes.data(), scale.data(), with_minimum ? minimum.data() : nullptr,
                             kind == 2 ? (const void*)bf16.data() : (const void*)dense.data(),
                             below(2) ? bias.data() : nullptr);
@@ -83,7 +85,7 @@ void test_linear(const KernelTable& plain, const KernelTable& fast) {
       a.w = (const Weight*)w;
       a.rows = rows;
       Quantised q;
-      if (kind < 2) {
+      if (quantised) {
         q = quantise(k, x, rows, in);
         a.q = {q.code.data(), q.scale.data(), q.scaled_sum.data(), q.sum.data(), in};
       }

@@ -79,9 +79,15 @@ Slabs& slabs() {
   return *all;
 }
 
+// The fifth bit of input i of an output.
+void set_high_bit(uint8_t* group, int lane, int i) {
+  const int word = i < 16 ? i / 4 : 4 + (i - 16) / 4, bit = 4 * lane + i % 4;
+  group[256 + 8 * word + bit / 8] |= (uint8_t)(1 << (bit % 8));
+}
+
 void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum) {
-  const int groups = w.in / kGroup, code_bytes = w.kind == kInt4 ? 256 : 512;
-  const size_t group_bytes = (size_t)code_bytes + (w.minimum ? 64 : 32);
+  const int groups = w.in / kGroup, bytes = code_bytes(w.kind);
+  const size_t group_bytes = (size_t)bytes + (w.minimum ? 64 : 32);
   for (int o = 0; o < w.blocks * kBlock; o++) {
     const int lane = o % kBlock;
     uint8_t* to = w.data + (size_t)(o / kBlock) * w.block_bytes;
@@ -89,17 +95,20 @@ void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const u
       if (o >= w.out) {  // padding: code 0 with scale 0
         if (w.kind == kInt8)
           for (int i = 0; i < kGroup; i++) to[64 * (i / 4) + 4 * lane + i % 4] = 128;
+        if (w.kind == kInt5)
+          for (int i = 0; i < kGroup; i++) set_high_bit(to, lane, i);
         continue;
       }
       const uint8_t* c = codes + ((size_t)o * w.in + (size_t)g * kGroup);
       for (int i = 0; i < kGroup; i++) {
-        if (w.kind == kInt4)
+        if (w.kind == kInt5 && (c[i] ^ 16) & 16) set_high_bit(to, lane, i);  // code+16, of which five bits
+        if (w.kind != kInt8)
           to[64 * ((i % 16) / 4) + 4 * lane + i % 4] |= (uint8_t)(i < 16 ? c[i] & 15 : (c[i] & 15) << 4);
         else
           to[64 * (i / 4) + 4 * lane + i % 4] = (uint8_t)(c[i] ^ 128);
       }
-      std::memcpy(to + code_bytes + 2 * lane, scale + (size_t)o * groups + g, 2);
-      if (w.minimum && minimum) std::memcpy(to + code_bytes + 32 + 2 * lane, minimum + (size_t)o * groups + g, 2);
+      std::memcpy(to + bytes + 2 * lane, scale + (size_t)o * groups + g, 2);
+      if (w.minimum && minimum) std::memcpy(to + bytes + 32 + 2 * lane, minimum + (size_t)o * groups + g, 2);
     }
   }
 }
@@ -127,14 +136,15 @@ extern "C" void* octavo_weight(int kind, int64_t out, int64_t in, const void* co
   w->blocks = (int)((out + kBlock - 1) / kBlock);
   const size_t groups = (size_t)in / kGroup;
   switch (w->kind) {
-    case kInt4: w->block_bytes = groups * 320; break;
-    case kInt8: w->block_bytes = groups * (w->minimum ? 576 : 544); break;
+    case kInt4:
+    case kInt5:
+    case kInt8: w->block_bytes = groups * ((size_t)code_bytes(w->kind) + (w->minimum ? 64 : 32)); break;
     case kBf16: w->block_bytes = (size_t)in * 32; break;
     default: w->block_bytes = (size_t)in * 64; break;
   }
   w->bytes = w->block_bytes * (size_t)w->blocks;
   w->data = slabs().take(w->bytes);
-  if (kind == kInt4 || kind == kInt8)
+  if (is_quantised(w->kind))
     pack_groups(*w, (const uint8_t*)codes, scale, minimum);
   else if (kind == kBf16)
     pack_dense(*w, (const uint16_t*)dense);

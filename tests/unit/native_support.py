@@ -19,7 +19,7 @@ if native_lib.library() is None:
 from octavo.ops.native import NativeOps
 
 ISAS = native_lib.available_isas()
-KINDS = ("int4", "int8", "int8min", "bf16", "fp32")
+KINDS = ("int4", "int5", "int8", "int8min", "bf16", "fp32")
 
 
 def random_matrix(kind: str, out: int, inner: int, seed: int = 0) -> Matrix:
@@ -33,6 +33,8 @@ def random_matrix(kind: str, out: int, inner: int, seed: int = 0) -> Matrix:
     minimum = rng.normal(0, 0.1, groups).astype(np.float16)
     if kind == "int4":
         return Matrix("int4", out, inner, rng.integers(0, 16, (out, inner)).astype(np.uint8), scale, minimum)
+    if kind == "int5":
+        return Matrix("int5", out, inner, rng.integers(-16, 16, (out, inner)).astype(np.int8), scale, None)
     codes = rng.integers(-128, 128, (out, inner)).astype(np.int8)
     return Matrix("int8", out, inner, codes, scale, minimum if kind == "int8min" else None)
 
@@ -47,7 +49,7 @@ def quantised_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_reference(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    seen = quantised_rows(x) if matrix.kind in ("int4", "int8") else x.double()
+    seen = quantised_rows(x) if matrix.kind in ("int4", "int5", "int8") else x.double()
     return seen @ matrix.dequantize().double().T
 
 

@@ -206,7 +206,7 @@ def test_a_large_tensor_is_dequantised_in_parts(tmp_path: Path, monkeypatch: pyt
         assert torch.equal(GGUFSource(path).tensor(name), whole[name])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
 def test_groups_of_32_say_exactly_what_the_tensor_says(kind: str, tmp_path: Path) -> None:
     config = tiny("llama")
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -217,15 +217,31 @@ def test_groups_of_32_say_exactly_what_the_tensor_says(kind: str, tmp_path: Path
     assert groups.codes.shape == source.shape(name)
     assert groups.scale.shape == (source.shape(name)[0], source.shape(name)[1] // 32)
     assert groups.scale.dtype == np.float16
-    assert (groups.bits, groups.minimum is None) == ((8, True) if kind == "Q8_0" else (4, False))
+    assert (groups.bits, groups.minimum is None) == ({"Q8_0": 8, "Q5_0": 5}.get(kind, 4), kind in ("Q8_0", "Q5_0"))
     np.testing.assert_array_equal(groups.dequantize(), source.tensor(name).numpy())
 
 
 def test_other_types_have_no_groups_of_32(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    path, _ = wrote(tmp_path, tiny("qwen3"), kinds={name: "Q5_0"})
+    path, _ = wrote(tmp_path, tiny("qwen3"), kinds={name: "Q5_1"})
     assert GGUFSource(path).groups32(name) is None
     assert GGUFSource(path).groups32("model.norm.weight") is None
+
+
+def test_groups_of_q4_k_say_it_but_for_the_rounding_of_their_scales(tmp_path: Path) -> None:
+    config = tiny("qwen3", hidden_size=512, num_layers=1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = random_tensors(expected_tensors(config))
+    blocks = random_blocks("Q4_K", *tensors.pop(name).shape, seed=4)
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, raw={"blk.0.ffn_up.weight": (blocks, "Q4_K")})
+    groups, exact = GGUFSource(path).groups32(name), GGUFSource(path).tensor(name).numpy()
+    assert groups is not None and groups.bits == 4 and groups.scale.shape == (exact.shape[0], 16)
+    assert groups.minimum is not None
+    largest = np.abs(groups.scale.astype(np.float32)) * 15 + np.abs(groups.minimum.astype(np.float32))
+    assert (np.abs(groups.dequantize() - exact) <= np.repeat(largest, 32, axis=1) * 2.0**-11 + 1e-6).all()
+    blocks[0, :2] = np.array([60000.0], np.float16).view(np.uint8)  # times 6 bits: beyond float16
+    path = write_gguf(tmp_path / "n.gguf", config, tensors, raw={"blk.0.ffn_up.weight": (blocks, "Q4_K")})
+    assert GGUFSource(path).groups32(name) is None
 
 
 def test_q4_0_whose_minimum_overflows_has_no_groups(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_values_read_again_after_a_folded_add() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", ["int4", "int8", "int8min"])
+@pytest.mark.parametrize("kind", ["int4", "int5", "int8", "int8min"])
 def test_extreme_codes_do_not_saturate(isa: str, kind: str) -> None:
     """All codes and activations at their ends: the int16 sums of the AVX2 path are at their bound."""
     matrix = random_matrix(kind, 16, 128)

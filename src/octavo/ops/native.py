@@ -1,7 +1,7 @@
 """Operations by the compiled module: one call into C++ per program and step, the interpreter lock released.
 
-Weights are packed once (native/types.h), activations are float32, int4 and int8 products quantise them per row and
-group of 32. A row's bits do not depend on the other rows, the threads or the page size.
+Weights are packed once (native/types.h), activations are float32; int4, int5 and int8 products quantise them per row
+and group of 32. A row's bits do not depend on the other rows, the threads or the page size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.ops.native_sparse import SparseBinding
 from octavo.ops.native_tape import POOL_NAMES, NativeTape, lower
 from octavo.ops.weights import GROUP, Matrix
 
-_KINDS = {"int4": 0, "int8": 1, "bf16": 2, "fp32": 3}
+_KINDS = {"int4": 0, "int5": 4, "int8": 1, "bf16": 2, "fp32": 3}
 
 
 def available() -> bool:
@@ -41,7 +41,7 @@ class NativeWeight:
 
     def __init__(self, lib: ctypes.CDLL, matrix: Matrix, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features, self.kind = matrix.out_features, matrix.in_features, matrix.kind
-        self.quantised = matrix.kind in ("int4", "int8")
+        self.quantised = matrix.kind in ("int4", "int5", "int8")
         if self.quantised and matrix.in_features % GROUP:
             raise ConfigError("quantization", matrix.kind, f"input width must be a multiple of {GROUP}")
         keep: list[Any] = []

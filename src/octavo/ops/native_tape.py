@@ -2,7 +2,7 @@
 
 `NativeTape` is a `Tape` whose values are handles; `lower` then
 * folds `add(x, linear(y))` into the linear (the residual is added where the result is stored),
-* puts one quantisation before the first int4/int8 linear that reads a value, shared by all that read it,
+* puts one quantisation before the first int4/int5/int8 linear that reads a value, shared by all that read it,
 * gives values buffers, reused once their last reader has run.
 """
 

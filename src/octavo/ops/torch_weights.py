@@ -117,13 +117,13 @@ class Int8Weight:
 def pack(matrix: Matrix, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> TorchWeight:
     """The form of `matrix` that torch runs on `device`; `dtype` is the activations' type.
 
-    int4 and int8 stay packed on a CPU with vector instructions and become dense elsewhere.
+    int4, int5 (as int8) and int8 stay packed on a CPU with vector instructions and become dense elsewhere.
     """
     bias = bias.to(device=device, dtype=dtype).contiguous() if bias is not None else None
     packed = device.type == "cpu" and vectorised()
     if matrix.kind == "int4" and packed and matrix.out_features % 16 == 0:
         return Int4Weight(matrix, bias)
-    if matrix.kind == "int8" and packed:
+    if matrix.kind in ("int5", "int8") and packed:
         return Int8Weight(matrix.dequantize(), bias)
     if matrix.dense is not None:
         return DenseWeight(_owned(matrix.dense, device), bias)

@@ -1,7 +1,8 @@
 """Weight matrices between the loader and the operations: one value type, four storage kinds.
 
-`Matrix` is what a loader's tensors become before an `Ops` packs them: int4 and int8 in groups of 32 inputs
-(value = scale · code + minimum), bf16 or fp32. Q4_0, Q4_1 and Q8_0 files keep their own codes and fp16 scales.
+`Matrix` is what a loader's tensors become before an `Ops` packs them: int4, int5 and int8 in groups of 32 inputs
+(value = scale · code + minimum), bf16 or fp32. Q4_0, Q4_1, Q5_0 and Q8_0 files keep their own codes and fp16 scales;
+so does Q4_K, whose two-level scales are multiplied out and rounded to fp16 (2⁻¹¹ relative).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 
 from octavo.errors import ConfigError
 
-Kind = Literal["int4", "int8", "bf16", "fp32"]
+Kind = Literal["int4", "int5", "int8", "bf16", "fp32"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 GROUP = 32  # inputs that share a scale
-_RANK = {"int4": 0, "int8": 1, "bf16": 2, "fp32": 3}
-_INT8_FILE_KINDS = {"Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"}
+_RANK = {"int4": 0, "int5": 1, "int8": 2, "bf16": 3, "fp32": 4}
+_INT8_FILE_KINDS = {"Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "Q8_K"}
 
 
 class TensorSource(Protocol):
@@ -36,6 +37,7 @@ class Matrix:
     """A weight [out, in] in one storage kind.
 
     int4  codes uint8 [out, in] in 0..15, scale and minimum fp16 [out, in/32]
+    int5  codes int8 [out, in] in -16..15, scale fp16 [out, in/32], minimum None
     int8  codes int8 [out, in], scale fp16 [out, in/32], minimum None or fp16
     bf16  dense torch.bfloat16 [out, in]
     fp32  dense torch.float32 [out, in]
@@ -70,8 +72,10 @@ def storage_kind(source: TensorSource, name: str, quantization: Quantization, dt
     if quantization not in ("auto", "int4"):
         raise ConfigError("quantization", quantization, "allowed: auto, none, int8, int4")
     file_kind = source.kind(name)
-    if file_kind in ("Q4_0", "Q4_1"):
+    if file_kind in ("Q4_0", "Q4_1", "Q4_K"):
         return "int4"
+    if file_kind == "Q5_0":
+        return "int5"
     if file_kind in _INT8_FILE_KINDS:
         return "int8"
     return "int4" if quantization == "int4" else dense
@@ -104,24 +108,25 @@ def read_matrix(source: TensorSource, name: str, kind: Kind) -> Matrix:
     if kind in ("bf16", "fp32"):
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         return Matrix(kind, out, inner, dense=source.tensor(name).to(dtype).contiguous())
-    bits = 4 if kind == "int4" else 8
+    bits = {"int4": 4, "int5": 5, "int8": 8}[kind]
     groups = source.groups32(name)
     if groups is not None and groups.bits == bits:
         return Matrix(kind, out, inner, codes=groups.codes, scale=groups.scale, minimum=groups.minimum)
-    if groups is not None and bits == 8:  # 4-bit codes are 8-bit codes with the same scale and minimum
+    if groups is not None and groups.bits < bits == 8:  # smaller codes are 8-bit codes with the same scale and minimum
         return Matrix(kind, out, inner, groups.codes.astype(np.int8), groups.scale, groups.minimum)
     return quantize(source.tensor(name), kind)
 
 
 def quantize(weight: torch.Tensor, kind: Kind) -> Matrix:
-    """Round-to-nearest in groups of 32. int8: scale = max|w|/127; int4: the 16 levels span min..max."""
+    """Round-to-nearest in groups of 32. int8: scale = max|w|/127, int5: max|w|/15; int4: 16 levels span min..max."""
     out, inner = weight.shape
     if inner % GROUP:
         raise ConfigError("quantization", kind, f"input width {inner} is not a multiple of {GROUP}: use none")
     w = weight.float().view(out, inner // GROUP, GROUP)
-    if kind == "int8":
-        scale = (w.abs().amax(-1) / 127).to(torch.float16)
-        codes = torch.round(w / _nonzero(scale)).clamp(-127, 127).to(torch.int8)
+    if kind in ("int5", "int8"):
+        most = 15 if kind == "int5" else 127
+        scale = (w.abs().amax(-1) / most).to(torch.float16)
+        codes = torch.round(w / _nonzero(scale)).clamp(-most, most).to(torch.int8)
         return Matrix(kind, out, inner, codes.view(out, inner).numpy(), scale.numpy(), None)
     low = w.amin(-1).to(torch.float16)
     scale = ((w.amax(-1) - low.float()) / 15).to(torch.float16)

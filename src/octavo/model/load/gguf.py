@@ -159,7 +159,7 @@ class GGUFSource:
 
     def groups32(self, name: str) -> Groups32 | None:
         rows, info = self._rows(name)
-        if info.kind not in ("Q4_0", "Q4_1", "Q8_0") or len(info.shape) != 2:
+        if info.kind not in ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0") or len(info.shape) != 2:
             return None
         order = self._order(name)
         return _groups32(rows if order is None else rows[order], info)
@@ -179,6 +179,8 @@ class GGUFSource:
 
 
 def _groups32(rows: np.ndarray, info: TensorInfo) -> Groups32 | None:
+    if info.kind == "Q4_K":
+        return _groups_of_q4_k(rows, info)
     out_rows, columns = info.shape
     groups = columns // 32
     blocks = rows.reshape(out_rows, groups, -1)
@@ -186,6 +188,11 @@ def _groups32(rows: np.ndarray, info: TensorInfo) -> Groups32 | None:
     if info.kind == "Q8_0":
         codes = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(out_rows, columns)
         return Groups32(codes, np.ascontiguousarray(scale), None, 8)
+    if info.kind == "Q5_0":  # 16-bit scale, 32 high bits, then nibbles as in Q4_0; code - 16
+        high = np.unpackbits(np.ascontiguousarray(blocks[:, :, 2:6]), axis=2, bitorder="little") << 4
+        packed = blocks[:, :, 6:]
+        codes = (np.concatenate([packed & 0x0F, packed >> 4], axis=2) | high).astype(np.int8) - np.int8(16)
+        return Groups32(codes.reshape(out_rows, columns), np.ascontiguousarray(scale), None, 5)
     start = 2 if info.kind == "Q4_0" else 4
     packed = blocks[:, :, start:]  # low nibbles are the first sixteen weights, high ones the rest
     codes = np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(out_rows, columns)
@@ -197,6 +204,27 @@ def _groups32(rows: np.ndarray, info: TensorInfo) -> Groups32 | None:
     else:
         minimum = np.ascontiguousarray(blocks[:, :, 2:4]).view(np.float16)[:, :, 0]
     return Groups32(codes, np.ascontiguousarray(scale), np.ascontiguousarray(minimum), 4)
+
+
+def _groups_of_q4_k(rows: np.ndarray, info: TensorInfo) -> Groups32 | None:
+    """Blocks of 256: two fp16 factors, eight 6-bit scales and minima in 12 bytes, then nibbles, 64 weights in 32 bytes.
+
+    Value = d · scale · code - dmin · minimum (ggml-common.h). None where a product does not fit float16.
+    """
+    out_rows, columns = info.shape
+    blocks = rows.reshape(out_rows, columns // 256, -1)
+    halves = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16).astype(np.float32)
+    six = blocks[:, :, 4:16]
+    scales = np.concatenate([six[:, :, :4] & 63, (six[:, :, 8:] & 15) | (six[:, :, :4] >> 6 << 4)], axis=2)
+    minima = np.concatenate([six[:, :, 4:8] & 63, (six[:, :, 8:] >> 4) | (six[:, :, 4:8] >> 6 << 4)], axis=2)
+    packed = blocks[:, :, 16:].reshape(out_rows, columns // 256, 4, 1, 32)
+    codes = np.concatenate([packed & 0x0F, packed >> 4], axis=3).reshape(out_rows, columns)
+    with np.errstate(over="ignore"):
+        scale = (halves[:, :, :1] * scales).astype(np.float16).reshape(out_rows, -1)
+        minimum = (-halves[:, :, 1:] * minima).astype(np.float16).reshape(out_rows, -1)
+    if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+        return None
+    return Groups32(codes, scale, minimum, 4)
 
 
 def _file_name(canonical: str, architecture: str) -> str:

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Groups32:
-    """A weight in groups of 32 along its input side: value = scale · code + minimum, exactly what the file says.
+    """A weight in groups of 32 along its input side: value = scale · code + minimum, as the file says.
 
-    `codes` is [out, in], uint8 0..15 for 4 bits and int8 for 8 bits; `scale` and `minimum` are float16
-    [out, in / 32]; `minimum` is None for 8 bits (symmetric).
+    `codes` is [out, in], uint8 0..15 for 4 bits, int8 for 5 (-16..15) and 8 bits; `scale` and `minimum` are float16
+    [out, in / 32]; `minimum` is None for 5 and 8 bits (symmetric). Codes are the file's own. So are scales and minima,
+    but for Q4_K, where each is the product of two numbers, rounded to float16.
     """
 
     codes: np.ndarray
     scale: np.ndarray
     minimum: np.ndarray | None
-    bits: Literal[4, 8]
+    bits: Literal[4, 5, 8]
 
     def dequantize(self) -> np.ndarray:
         """float32 [out, in]: the product and the sum are taken in float32, as the block formats define them."""
@@ -58,7 +59,7 @@ class TensorSource(Protocol):
         ...
 
     def groups32(self, name: str) -> Groups32 | None:
-        """The weight in its group-32 form, if the file stores it so (Q4_0, Q4_1, Q8_0); else None."""
+        """The weight in its group-32 form, if the file stores it so (Q4_0, Q4_1, Q4_K, Q5_0, Q8_0); else None."""
         ...
 
     def nbytes(self) -> int:
