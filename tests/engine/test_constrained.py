@@ -68,7 +68,7 @@ def ways(folder: Path, ids: list[int]) -> dict[str, dict[str, Any]]:
     known = PROMPT + [t for t in ids if t != EOS] + [EOS] * 3 + [7] * 8
     made: dict[str, dict[str, Any]] = {"ngram": {"draft": "ngram"}}
     for length in (1, 2, 5, 30):
-        made[f"right {length}"] = {"draft_tokens": length, "draft_model": script(folder, known, None)}
+        made[f"right {length}"] = {"draft_tokens": length + 1, "draft_model": script(folder, known, None)}
     for counts in ([0], [1, 0, 3, 2]):
         made[f"wrong {counts}"] = {"draft_tokens": 5, "draft_model": script(folder, known, counts)}
     made["tree"] = {"draft_steps": 4, "draft_topk": 3, "draft_model": script(folder, known, [4, 2, 0, 3])}

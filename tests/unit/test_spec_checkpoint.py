@@ -112,8 +112,21 @@ CONFIG_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "a multiple of the 3 KV heads"),
     ({"intermediate_size": 0}, "intermediate_size 0"),
     ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ({"max_position_embeddings": 0}, "max_position_embeddings 0"),
+    ({"max_position_embeddings": "99"}, "max_position_embeddings is '99'; a whole number"),
+    ({"intermediate_size": 48.0}, "intermediate_size is 48.0; a whole number"),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; a finite number"),
+    ({"norm_before_residual": "false"}, "norm_before_residual is 'false'; true or false"),
+    ({"norm_output": 0}, "norm_output is 0; true or false"),
+    ({"attention_bias": "no"}, "attention_bias is 'no'; true or false"),
+    ({"draft_vocab_size": True}, "draft_vocab_size is True; a whole number"),
+    ({"draft_vocab_size": 0}, "draft_vocab_size 0"),
+    ({"target_sha256": 5}, "target_sha256 is 5; a text"),
+    ({"eagle_config": "x"}, "eagle_config is 'x'; an object"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "2", 3]}}, "a list of whole numbers"),
+    ({"eagle_aux_hidden_state_layer_ids": []}, r"hidden states \[\]"),
+    ({"octavo_format": True}, "format True"),
     ({"architectures": ["MedusaModel"], "eagle_config": None, "draft_vocab_size": None}, "not an EAGLE-3 or DFlash"),
 ]
 
@@ -155,6 +168,10 @@ TENSOR_FAULTS: list[tuple[Any, str]] = [
     (_put("norm.weight", torch.zeros(32, dtype=torch.int32)), "'norm.weight'.*floating point"),
     (_put("layers.1.mlp.up_proj.weight", torch.zeros(2, 2)), "'layers.1.mlp.up_proj.weight'.*unexpected"),
     (_put("fc_norm.0.weight", torch.ones(32)), "'fc_norm.0.weight'.*unexpected"),
+    (_put("model.norm.weight", torch.ones(32)), "'norm.weight'.*there twice"),
+    (_put("d2t", torch.full((40,), 0.5)), "'d2t'.*whole numbers expected"),
+    (_put("d2t", torch.zeros(40, dtype=torch.bool)), "'d2t'.*whole numbers expected"),
+    (_put("t2d", torch.zeros(40, dtype=torch.bool)), r"'t2d'.*\(40,\), expected \(96,\)"),
 ]
 
 
@@ -176,11 +193,21 @@ def test_dflash_faults(dflash: Path) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 0}, "sliding_window 0"),
         ({"dflash_config": {**inner, "input_embedding_scale": 0}}, "input_embedding_scale 0"),
-        ({"dflash_config": {**inner, "input_embedding_scale": float("inf")}}, "input_embedding_scale inf"),
+        ({"dflash_config": {**inner, "input_embedding_scale": float("inf")}}, "input_embedding_scale is inf"),
         ({"rope_theta": 0}, "rope_theta 0"),
-        ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear.*factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "linear.*factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor is inf"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling is .*an object"),
+        ({"layer_types": "full_attention"}, "layer_types is .*a list of texts"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has 'chunked_attention'"),
+        ({"num_hidden_layers": 0, "layer_types": None}, "num_hidden_layers 0: allowed 1 to 64"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers 1000000000: allowed 1 to 64"),
+        ({"is_causal": "false"}, "is_causal is 'false'; true or false"),
+        ({"block_size": "5"}, "block_size is '5'; a whole number"),
+        ({"block_size": -1}, "block_size -1"),
+        ({"block_size": 65}, "block_size 65"),
     ]
     original = (dflash / "config.json").read_text()
     for changes, message in cases:
@@ -214,6 +241,67 @@ def test_corrupt_files_are_refused(eagle: Path) -> None:
         load_draft(eagle, ref.TARGET)
     with pytest.raises(ModelNotFound):
         load_draft(eagle / "nowhere", ref.TARGET)
+
+
+def _entry(name: str, **changes: Any) -> Any:
+    return lambda header: header[name].update(changes)
+
+
+HEADER_FAULTS = [
+    _entry("fc.weight", shape=[-32, -96]), _entry("fc.weight", shape=[float("inf")]),
+    _entry("fc.weight", shape=[32, 96.0]), _entry("fc.weight", shape="3296"), _entry("fc.weight", shape=5),
+    _entry("fc.weight", shape=[True, 3072]), _entry("fc.weight", shape=[0, -1]),
+    _entry("norm.weight", data_offsets=[0]),
+    _entry("norm.weight", data_offsets=[float("inf")] * 2), _entry("norm.weight", data_offsets=[-128, 0]),
+    _entry("norm.weight", data_offsets=[10**30, 10**30 + 128]), _entry("norm.weight", dtype=["F32"]),
+    lambda header: header.update({"norm.weight": None}), lambda header: header.update({"__metadata__": [1]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HEADER_FAULTS, ids=range(len(HEADER_FAULTS)))
+def test_headers_with_values_that_cannot_be_are_refused(eagle: Path, change: Any) -> None:
+    file = eagle / "model.safetensors"
+    whole = file.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + whole[8 + length :])
+    with pytest.raises(ModelError, match="model.safetensors.*corrupt"):
+        load_draft(eagle, ref.TARGET)
+
+
+@pytest.mark.parametrize("shards", [
+    {"a": 5}, {"a": ["x"]}, {"a": "whole.safetensors", "b": 3}, {"a": None}, {"a": "a\0b"}, {"a": ""}, {}, None, "x",
+    {"a": "../eagle/whole.safetensors"}, {"a": "none.safetensors"}, [["a", "whole.safetensors"]],
+], ids=str)  # fmt: skip
+def test_an_index_that_names_no_shards_is_refused(eagle: Path, shards: Any) -> None:
+    (eagle / "model.safetensors").rename(eagle / "whole.safetensors")
+    (eagle / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match=r"index.json"):
+        load_draft(eagle, ref.TARGET)
+
+
+def test_a_tensor_in_two_shards_is_refused(eagle: Path) -> None:
+    whole = (eagle / "model.safetensors").read_bytes()
+    for name in ("a", "b"):
+        (eagle / f"{name}.safetensors").write_bytes(whole)
+    (eagle / "model.safetensors").unlink()
+    index = {"weight_map": {"norm.weight": "a.safetensors", "fc.weight": "b.safetensors"}}
+    (eagle / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"b.safetensors.*in two shards"):
+        load_draft(eagle, ref.TARGET)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_pickled_tensors_without_plain_data_are_refused(eagle: Path, kind: str) -> None:
+    tensors, _, file = read_tensors(eagle)
+    file.unlink()
+    norm = tensors["norm.weight"]
+    tensors["norm.weight"] = norm.to_sparse() if kind == "sparse" else norm.to("meta")
+    torch.save(tensors, eagle / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pytorch_model.bin.*'norm.weight'.*no plain tensor"):
+        load_draft(eagle, ref.TARGET)
 
 
 def test_a_file_without_configuration_is_refused(eagle: Path) -> None:
@@ -279,6 +367,10 @@ def test_options_make_the_reserve_and_bad_ones_are_named(tiny_eagle: Path) -> No
     for options, name in faults:
         with pytest.raises(ConfigError, match=name):
             planned(tiny_eagle, draft="eagle3", **options)
+    for name in ("scripted", "ngram", "tests.unit.test_spec_example:Odd"):
+        for options in ({"draft_tokens": 1}, {"draft_tokens": 20, "max_model_len": 20}):
+            with pytest.raises(ConfigError, match="draft_tokens"):
+                planned(None, draft=name, **options)
     with pytest.raises(ConfigError, match="holds a draft for eagle3"):
         planned(tiny_eagle, draft="dflash")
     with pytest.raises(ConfigError, match="no dflash draft ships"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -50,6 +51,30 @@ class OwnEnd(NoEnd):
     def end(self, row: int) -> None: ...
 
 
+class Odd(OwnEnd):
+    """Numbers that do not fit each other: `max_depth` above `max_draft_tokens`, a footprint without the root, …"""
+
+    name = "odd"
+    needs_host_tokens = needs_draft_kv = False
+    key_mode = "token"
+    kv_layers = 0
+    taps: tuple[int, ...] = ()
+    changes: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, *, draft_tokens: int, vocab_size: int) -> None:
+        self.max_draft_tokens = self.max_depth = draft_tokens
+        self.footprint_tokens = self.commit_lag_tokens = draft_tokens + 1
+        for name, value in self.changes.items():
+            setattr(self, name, value)
+
+
+class Fails(OwnEnd):
+    """Made with a fault of its own."""
+
+    def __init__(self, *, draft_tokens: int, vocab_size: int) -> None:
+        raise ZeroDivisionError("a fault of its own")
+
+
 def one_argument(vocab: int) -> None:
     """Not made the way drafters are."""
 
@@ -61,6 +86,7 @@ def one_argument(vocab: int) -> None:
         ("OwnEnd", "it lacks name, max_draft_tokens, max_depth, footprint_tokens"),
         ("one_argument", "Class.draft_tokens=…, vocab_size=….*unexpected keyword"),
         ("Nobody", "cannot be imported.*Nobody"),
+        ("Fails", "ZeroDivisionError: a fault of its own"),
     ],
 )
 def test_a_class_that_is_no_drafter_is_refused(name: str, words: str) -> None:
@@ -68,6 +94,30 @@ def test_a_class_that_is_no_drafter_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         engine(draft=f"{__name__}:{name}")
     assert caught.value.option == "draft"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_draft_tokens", 0), ("max_draft_tokens", 64), ("max_draft_tokens", "4"), ("max_depth", 5),
+        ("max_depth", 0), ("footprint_tokens", 4), ("footprint_tokens", None), ("commit_lag_tokens", 4),
+        ("kv_layers", -1), ("key_mode", "pairs"), ("taps", (5,)), ("taps", [0]),
+    ],
+)  # fmt: skip
+def test_numbers_that_would_break_the_books_are_refused(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(draft=f"{__name__}:Odd").close()
+    monkeypatch.setattr(Odd, "changes", {name: value})
+    with pytest.raises(ConfigError, match=rf"{name} of a drafter|{name}.*hidden states"):
+        engine(draft=f"{__name__}:Odd")
+
+
+def test_a_module_that_fails_while_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_drafter.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be imported: ZeroDivisionError"):
+        engine(draft="broken_drafter:Any")
 
 
 def test_the_example_drafter(monkeypatch: pytest.MonkeyPatch) -> None:

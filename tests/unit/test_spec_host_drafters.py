@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 
@@ -103,10 +104,24 @@ def test_a_script_file(tmp_path: object) -> None:
     path = Path(str(tmp_path)) / "script.json"
     path.write_text('{"sequences": [[1, 2, 3]], "accept_counts": [1]}')
     assert Script.from_file(path) == Script(((1, 2, 3),), (1,))
-    for text in ("[1]", "[" * 100_000):
+    wrong = (
+        {"accept_counts": [-3]}, {"accept_counts": [1.5]}, {"accept_counts": ["1"]}, {"accept_counts": 3},
+        {"accept_counts": [10**30]}, {"sequences": [[1, -7]]}, {"sequences": [[True]]}, {"sequences": {"a": [1]}},
+        {"sequences": "abc"}, {"sequences": [3]}, {"wrong_token": None}, {"wrong_token": 1e999}, {"seqences": []},
+    )  # fmt: skip
+    for text in ("[1]", "[" * 100_000, "3", *map(json.dumps, wrong)):
         path.write_text(text)
         with pytest.raises(ConfigError, match="draft_model"):
             Script.from_file(path)
+
+
+@pytest.mark.parametrize(
+    "script", [Script(((1, 20),)), Script(wrong_token=20), Script(wrong_token=-1), Script(accept_counts=())], ids=str
+)
+def test_a_script_that_cannot_be_followed_is_refused(script: Script) -> None:
+    """A token outside the vocabulary would end the engine at the verify; no count is no count."""
+    with pytest.raises(ConfigError, match="draft_model"):
+        ScriptedDrafter(script, draft_tokens=2, vocab_size=20, max_rows=1, max_tokens=8)
 
 
 # -- n-gram ----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,11 @@ def _canonical(
     raw: Mapping[str, torch.Tensor], config: DraftConfig
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """Tensors under canonical names in float32, and the vocabulary map."""
-    named = {_rename(name): tensor for name, tensor in raw.items()}
+    named: dict[str, torch.Tensor] = {}
+    for original, tensor in raw.items():
+        if _rename(original) in named:
+            raise ModelError("there twice, under two namings", tensor=_rename(original))
+        named[_rename(original)] = tensor
     token_ids = _token_ids(named, config)
     expected = expected_tensors(config)
     # a reduced vocabulary has its own head, unless the head is the target's by declaration
@@ -183,13 +187,18 @@ def _token_ids(named: Mapping[str, torch.Tensor], config: DraftConfig) -> torch.
         return None
     if tuple(offsets.shape) != (size,):
         raise ModelError(f"shape {tuple(offsets.shape)}, expected ({size},)", tensor="d2t")
+    if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
+        raise ModelError(f"type {offsets.dtype}, whole numbers expected", tensor="d2t")
     ids = torch.arange(size) + offsets.to(torch.int64)
     if bool(((ids < 0) | (ids >= config.vocab_size)).any()) or len(set(ids.tolist())) != size:
         raise ModelError(f"does not map to {size} different target ids below {config.vocab_size}", tensor="d2t")
     seen = named.get("t2d")
-    if seen is not None and tuple(seen.shape) == (config.vocab_size,) and seen.dtype == torch.bool:
-        if not bool(seen[ids].all()) or int(seen.sum()) != size:
-            raise ModelError("names other tokens than d2t", tensor="t2d")
+    if seen is None:
+        return ids
+    if tuple(seen.shape) != (config.vocab_size,):
+        raise ModelError(f"shape {tuple(seen.shape)}, expected ({config.vocab_size},)", tensor="t2d")
+    if seen.dtype == torch.bool and (not bool(seen[ids].all()) or int(seen.sum()) != size):
+        raise ModelError("names other tokens than d2t", tensor="t2d")
     return ids
 
 

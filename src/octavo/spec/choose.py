@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.kv.sizing import DecodeReserve
+from octavo.spec.draft_config import MAX_DRAFT_LAYERS
 from octavo.spec.drafter import Drafter
 from octavo.spec.lookup_first import LookupFirstDrafter, no_tree
 from octavo.spec.ngram import NgramDrafter
 from octavo.spec.scripted import Script, ScriptedDrafter
+from octavo.spec.verify import MAX_NODES
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -54,7 +56,7 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     if name == "none":
         return DraftPlan("none", DecodeReserve.plain(overlap=overlap))
     if name == "ngram":
-        count = _ngram_tokens(config)
+        count = _drafted(NGRAM_DRAFT_TOKENS, config, loaded)
         corpus = _corpus(config, loaded)
         beside = f" and {sum(map(len, corpus))} tokens of {Path(config.draft_model or '').name}" if corpus else ""
         return DraftPlan(
@@ -68,7 +70,7 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     if ":" in name:
         return _custom(name, config, loaded)
     if name.startswith("ngram+"):
-        return _lookup_first(_from_a_file(name.removeprefix("ngram+"), config, loaded), config)
+        return _lookup_first(_from_a_file(name.removeprefix("ngram+"), config, loaded), config, loaded)
     return _from_a_file(name, config, loaded)
 
 
@@ -82,20 +84,30 @@ def _from_a_file(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftP
 
     path = draft_path(name, config, loaded)
     vocab = loaded.config.vocab_size
-    return plan_table(path, _ngram_tokens(config), vocab, loaded.sha256, overlap=config.overlap_on)
+    count = _drafted(NGRAM_DRAFT_TOKENS, config, loaded)
+    return plan_table(path, count, vocab, loaded.sha256, overlap=config.overlap_on)
 
 
-def _ngram_tokens(config: EngineConfig) -> int:
-    """Looked-up tokens at most. `draft_tokens` counts the root, as for every algorithm."""
-    count = NGRAM_DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens - 1
-    if count < 1:
-        raise ConfigError("draft_tokens", config.draft_tokens, "n-gram drafts need at least 2 (the root included)")
-    return count
+def check_room(draft_tokens: int, config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise ConfigError if a step's rows cannot fit the context at all."""
+    context = config.max_model_len or loaded.config.context_tokens
+    if draft_tokens >= context:
+        raise ConfigError("draft_tokens", draft_tokens, f"below the context of {context} tokens")
 
 
-def _lookup_first(learned: DraftPlan, config: EngineConfig) -> DraftPlan:
+def _drafted(usual: int, config: EngineConfig, loaded: LoadedModel) -> int:
+    """Tokens drafted at most by a drafter without weights. `draft_tokens` counts the root, as for every algorithm."""
+    if config.draft_tokens is None:
+        return usual
+    if config.draft_tokens < 2:
+        raise ConfigError("draft_tokens", config.draft_tokens, "at least 2 (the root included)")
+    check_room(config.draft_tokens, config, loaded)
+    return config.draft_tokens - 1
+
+
+def _lookup_first(learned: DraftPlan, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     """Prompt lookup before another draft: one reserve that is enough for either."""
-    count = _ngram_tokens(config)
+    count = _drafted(NGRAM_DRAFT_TOKENS, config, loaded)
     if config.draft_topk is not None and config.draft_topk > 1:
         raise no_tree(config.draft_topk)
     lookup = DecodeReserve.ngram(max_draft=count, overlap=config.overlap_on)
@@ -147,7 +159,7 @@ def _corpus(config: EngineConfig, loaded: LoadedModel) -> list[list[int]]:
 
 def _scripted(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     """Drafts from a script file (`--draft-model FILE`), or always wrong ones: for tests and for measuring cost."""
-    levels = SCRIPTED_DRAFT_TOKENS if config.draft_tokens is None else max(1, config.draft_tokens - 1)
+    levels = _drafted(SCRIPTED_DRAFT_TOKENS, config, loaded)
     width = config.draft_topk or 1
     levels = config.draft_steps if config.draft_steps is not None and width > 1 else levels
     script = Script.from_file(config.draft_model) if config.draft_model is not None else Script()
@@ -175,18 +187,21 @@ def _custom(path: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError("draft", path, f"cannot be imported: {error}") from None
-    count = SCRIPTED_DRAFT_TOKENS if config.draft_tokens is None else max(1, config.draft_tokens - 1)
+    except Exception as error:  # whatever a module of somebody else raises while it is imported
+        raise ConfigError("draft", path, f"cannot be imported: {type(error).__name__}: {error}") from error
+    count = _drafted(SCRIPTED_DRAFT_TOKENS, config, loaded)
     try:
         drafter = cls(draft_tokens=count, vocab_size=loaded.config.vocab_size)
-    except TypeError as error:  # another signature, or one of the four methods is missing
+    except OctavoError:
+        raise
+    except Exception as error:  # another signature, one of the four methods is missing, or a fault of its own
         allowed = "a class that can be made as Class(draft_tokens=…, vocab_size=…), like examples/drafter.py"
-        raise ConfigError("draft", path, f"{allowed} ({error})") from None
+        raise ConfigError("draft", path, f"{allowed} ({type(error).__name__}: {error})") from error
     names = (*Drafter.__annotations__, "begin", "propose", "observe", "end")
     missing = ", ".join(name for name in names if not hasattr(drafter, name))
     if missing:
         raise ConfigError("draft", path, f"an octavo.spec.drafter.Drafter is needed; it lacks {missing}")
+    _check_numbers(drafter, path, loaded.config.num_layers)
     lag = drafter.commit_lag_tokens if config.overlap_on else 0
     return DraftPlan(
         path,
@@ -196,3 +211,25 @@ def _custom(path: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
         make=lambda bound: drafter,
         description=f"{path}, up to {drafter.max_draft_tokens} tokens",
     )
+
+
+def _check_numbers(drafter: Drafter, path: str, num_layers: int) -> None:
+    """What the books are told must be what a step can do. Raises ConfigError."""
+
+    def whole(name: str, least: int, most: int | None = None) -> int:
+        value: object = getattr(drafter, name)
+        if type(value) is not int or value < least or (most is not None and value > most):
+            allowed = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+            raise ConfigError("draft", path, f"{name} of a drafter is {allowed}, got {value!r}")
+        return value
+
+    drafted = whole("max_draft_tokens", 1, MAX_NODES - 1)
+    depth = whole("max_depth", 1, drafted)
+    whole("footprint_tokens", drafted + 1)  # the root is written too
+    whole("commit_lag_tokens", depth + 1)  # the bonus token is committed too
+    whole("kv_layers", 0, MAX_DRAFT_LAYERS)
+    if drafter.key_mode not in ("token", "pair"):
+        raise ConfigError("draft", path, f"key_mode of a drafter is 'token' or 'pair', got {drafter.key_mode!r}")
+    taps: object = drafter.taps
+    if not isinstance(taps, tuple) or any(type(tap) is not int or not 0 <= tap <= num_layers for tap in taps):
+        raise ConfigError("draft", path, f"taps of a drafter are hidden states 0 to {num_layers}, got {taps!r}")

@@ -21,10 +21,15 @@ from typing import Any, Literal
 
 from octavo.errors import ConfigError, ModelError, ModelNotFound
 from octavo.model.config import ModelConfig, RopeConfig
+from octavo.spec.draft_keys import Keys
 from octavo.spec.verify import MAX_NODES
 
 FORMAT_VERSION = 1
+MAX_DRAFT_LAYERS = 64  # a checkpoint that claims more is damaged; nothing is built from such a number
 Algorithm = Literal["eagle3", "dflash", "table"]
+_ROPE_SCALINGS: dict[str, Literal["linear", "llama3", "yarn"]] = {
+    "linear": "linear", "llama3": "llama3", "yarn": "yarn",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -192,145 +197,150 @@ def algorithm_of(data: Mapping[str, Any]) -> Algorithm:
 
 
 def parse_draft_config(data: Mapping[str, Any], target: ModelConfig) -> DraftConfig:
-    """A config from its JSON. Raises ModelError, KeyError, TypeError or ValueError for what cannot be."""
+    """A config from its JSON. Raises ModelError, or KeyError for a key that is missing."""
     version = data.get("octavo_format", FORMAT_VERSION)
-    if version != FORMAT_VERSION:
+    if isinstance(version, bool) or version != FORMAT_VERSION:
         raise ModelError(f"draft format {version}; this version reads {FORMAT_VERSION}: train it again")
     algorithm = algorithm_of(data)
     if algorithm == "table":
         raise ModelError("a table of phrases: it has no network")
-    config = _parse_eagle(data, target) if algorithm == "eagle3" else _parse_dflash(data, target)
-    sha = data.get("target_sha256")
-    return replace(config, target_sha256=None if sha is None else str(sha))
+    keys = Keys(data)
+    parse = _parse_eagle if algorithm == "eagle3" else _parse_dflash
+    return replace(parse(keys, target), target_sha256=keys.text("target_sha256"))
 
 
-def _layer_keys(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = data.get("transformer_layer_config")
-    return inner if isinstance(inner, Mapping) else data
+def _layer_keys(data: Keys) -> Keys:
+    return data.part("transformer_layer_config") if "transformer_layer_config" in data else data
 
 
-def _shape(keys: Mapping[str, Any]) -> LayerShape:
-    hidden, heads = int(keys["hidden_size"]), int(keys["num_attention_heads"])
-    kv_heads = keys.get("num_key_value_heads")
-    head_dim = keys.get("head_dim")
+def _shape(keys: Keys) -> LayerShape:
+    hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     if heads < 1:
         raise ModelError(f"num_attention_heads {heads}: at least 1")
-    act = str(keys.get("hidden_act", "silu"))
+    act = keys.text("hidden_act", "silu")
     if act not in ("silu", "gelu_pytorch_tanh"):
         raise ModelError(f"hidden_act {act!r}: allowed silu, gelu_pytorch_tanh")
     return LayerShape(
         hidden_size=hidden,
-        intermediate_size=int(keys["intermediate_size"]),
+        intermediate_size=keys.whole("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=heads if kv_heads is None else int(kv_heads),
-        head_dim=hidden // heads if head_dim is None else int(head_dim),
-        rms_eps=float(keys.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=keys.whole("num_key_value_heads", heads),
+        head_dim=keys.whole("head_dim", hidden // heads),
+        rms_eps=keys.number("rms_norm_eps", 1e-6),
         activation="silu" if act == "silu" else "gelu_tanh",
-        attention_bias=bool(keys.get("attention_bias", False)),
+        attention_bias=keys.flag("attention_bias"),
     )
 
 
-def _context(keys: Mapping[str, Any]) -> int | None:
-    value = keys.get("max_position_embeddings")
-    if value is not None and int(value) < 1:
+def _context(keys: Keys) -> int | None:
+    if "max_position_embeddings" not in keys:
+        return None
+    value = keys.whole("max_position_embeddings")
+    if value < 1:
         raise ModelError(f"max_position_embeddings {value}: at least 1")
-    return None if value is None else int(value)
+    return value
 
 
-def _parse_eagle(data: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+def _parse_eagle(data: Keys, target: ModelConfig) -> EagleConfig:
     keys = _layer_keys(data)
     speculators = "speculators_model_type" in data
-    layers = int(keys.get("num_hidden_layers", 1))
+    layers = keys.whole("num_hidden_layers", 1)
     if layers != 1:
         raise ModelError(f"{layers} decoder layers: EAGLE-3 drafts of one layer are supported")
-    vocab = int(data.get("vocab_size", keys.get("vocab_size", target.vocab_size)))
-    eagle = data.get("eagle_config") or {}
-    taps = data.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    norm_output = data.get("norm_output")
-    if data.get("fc_norm") and data.get("norm_before_fc"):
+    vocab = data.whole("vocab_size", keys.whole("vocab_size", target.vocab_size))
+    taps = data.whole_numbers("eagle_aux_hidden_state_layer_ids")
+    if taps is None:
+        taps = data.part("eagle_config").whole_numbers("eagle_aux_hidden_state_layer_ids")
+    if data.flag("fc_norm") and data.flag("norm_before_fc"):
         raise ModelError("fc_norm and norm_before_fc exclude each other")
     return EagleConfig(
         layer=_shape(keys),
         vocab_size=vocab,
-        draft_vocab_size=int(data.get("draft_vocab_size") or vocab),
-        taps=default_eagle_taps(target.num_layers) if taps is None else tuple(int(t) for t in taps),
+        draft_vocab_size=data.whole("draft_vocab_size", vocab),
+        taps=default_eagle_taps(target.num_layers) if taps is None else taps,
         context_tokens=_context(keys),
-        fc_norm=bool(data.get("fc_norm", False)),
-        norm_before_fc=bool(data.get("norm_before_fc", False)),
-        norm_before_residual=bool(data.get("norm_before_residual", False)),
-        feed_normed=speculators and bool(norm_output),
-        norm_logits=speculators or norm_output is None or bool(norm_output),
-        target_head=bool(data.get("target_head", False)),
+        fc_norm=data.flag("fc_norm"),
+        norm_before_fc=data.flag("norm_before_fc"),
+        norm_before_residual=data.flag("norm_before_residual"),
+        feed_normed=speculators and data.flag("norm_output"),
+        norm_logits=speculators or data.flag("norm_output", True),
+        target_head=data.flag("target_head"),
     )
 
 
-def _parse_dflash(data: Mapping[str, Any], target: ModelConfig) -> DFlashConfig:
-    keys = _layer_keys(data)
-    inner: Mapping[str, Any] = data.get("dflash_config") or {}
-    layers = int(keys["num_hidden_layers"])
-    vocab = int(keys.get("vocab_size", target.vocab_size))
-    if "speculators_model_type" in data:
-        ids = data.get("aux_hidden_state_layer_ids")
-        taps = default_eagle_taps(target.num_layers) if ids is None else tuple(int(i) for i in ids)
-        target_ids = tuple(i - 1 for i in taps)
-        causal_sliding = not data.get("sliding_window_non_causal", False)
-        if data.get("sample_from_anchor"):
+def _parse_dflash(data: Keys, target: ModelConfig) -> DFlashConfig:
+    keys, inner = _layer_keys(data), data.part("dflash_config")
+    layers = keys.whole("num_hidden_layers")
+    if not 1 <= layers <= MAX_DRAFT_LAYERS:
+        raise ModelError(f"num_hidden_layers {layers}: allowed 1 to {MAX_DRAFT_LAYERS} in a draft")
+    vocab = keys.whole("vocab_size", target.vocab_size)
+    speculators = "speculators_model_type" in data
+    if speculators:
+        taps = data.whole_numbers("aux_hidden_state_layer_ids")
+        target_ids = tuple(i - 1 for i in (default_eagle_taps(target.num_layers) if taps is None else taps))
+        causal_sliding = not data.flag("sliding_window_non_causal")
+        if data.flag("sample_from_anchor"):
             raise ModelError("sample_from_anchor is not supported")
     else:
-        ids = inner.get("target_layer_ids", data.get("target_layer_ids"))
-        target_ids = default_dflash_layers(target.num_layers, layers) if ids is None else tuple(int(i) for i in ids)
-        causal = data.get("is_causal")
-        causal_sliding = True if causal is None else bool(causal)
-    kinds = list(keys.get("layer_types") or ["full_attention"] * layers)
+        ids = _either(inner, data, "target_layer_ids").whole_numbers("target_layer_ids")
+        target_ids = default_dflash_layers(target.num_layers, layers) if ids is None else ids
+        causal_sliding = data.flag("is_causal", True)
+    kinds = keys.texts("layer_types") or ["full_attention"] * layers
     if len(kinds) != layers:
         raise ModelError(f"layer_types names {len(kinds)} layers of {layers}")
+    odd = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+    if odd is not None:
+        raise ModelError(f"layer_types has {odd!r}: allowed full_attention, sliding_attention")
     sliding = [kind == "sliding_attention" for kind in kinds]
-    window = keys.get("sliding_window")
-    if any(sliding) and window is None:
+    if any(sliding) and "sliding_window" not in keys:
         raise ModelError("layer_types has sliding layers but sliding_window is not set")
-    mask = inner.get("mask_token_id", data.get("mask_token_id"))
-    if mask is None:
+    if "mask_token_id" not in inner and "mask_token_id" not in data:
         raise ModelError("mask_token_id is not set")
-    block = inner.get("block_size", data.get("block_size", 16 if "speculators_model_type" not in data else 8))
-    always_causal = "speculators_model_type" not in data and bool(data.get("is_causal"))
+    always_causal = not speculators and data.flag("is_causal")
     return DFlashConfig(
         layer=_shape(keys),
         vocab_size=vocab,
-        draft_vocab_size=int(data.get("draft_vocab_size") or vocab),
+        draft_vocab_size=data.whole("draft_vocab_size", vocab),
         num_layers=layers,
         target_layer_ids=target_ids,
-        block_size=int(block),
-        mask_token_id=int(mask),
-        windows=tuple(int(window) if s and window is not None else None for s in sliding),
+        block_size=_either(inner, data, "block_size").whole("block_size", 8 if speculators else 16),
+        mask_token_id=_either(inner, data, "mask_token_id").whole("mask_token_id"),
+        windows=tuple(keys.whole("sliding_window") if s else None for s in sliding),
         causal=tuple((s and causal_sliding) or always_causal for s in sliding),
         rope=_rope(keys),
         context_tokens=_context(keys),
-        embed_scale=float(inner.get("input_embedding_scale", data.get("input_embedding_scale", 1.0))),
+        embed_scale=_either(inner, data, "input_embedding_scale").number("input_embedding_scale", 1.0),
     )
 
 
-def _rope(keys: Mapping[str, Any]) -> RopeConfig | None:
+def _either(inner: Keys, outer: Keys, key: str) -> Keys:
+    """Where a key is: published files keep it in `dflash_config` or beside it."""
+    return inner if key in inner else outer
+
+
+def _rope(keys: Keys) -> RopeConfig | None:
     """Rotation of a draft that has its own (DFlash); None if the config says nothing."""
-    params = keys.get("rope_parameters") or {}
+    params = keys.part("rope_parameters")
     if "full_attention" in params:
-        params = params["full_attention"]
-    theta = keys.get("rope_theta", params.get("rope_theta"))
-    scaling = keys.get("rope_scaling") or params
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if theta is None and kind == "default":
+        params = params.part("full_attention")
+    scaling = keys.part("rope_scaling") if "rope_scaling" in keys else params
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    holder = keys if "rope_theta" in keys else params
+    if "rope_theta" not in holder and kind == "default":
         return None
-    theta = 10000.0 if theta is None else float(theta)
-    if not 0 < theta < math.inf:
+    theta = holder.number("rope_theta", 10000.0)
+    if theta <= 0:
         raise ModelError(f"rope_theta {theta}: a finite number above 0")
     if kind == "default":
         return RopeConfig(theta)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ModelError(f"rope_type {kind!r}: allowed default, linear, llama3, yarn")
-    numbers = {k: float(v) for k, v in scaling.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    scaled = _ROPE_SCALINGS.get(str(kind))
+    if scaled is None:
+        raise ModelError(f"rope_type {kind!r}: allowed default, {', '.join(_ROPE_SCALINGS)}")
+    numbers = scaling.numbers()
     numbers.pop("rope_theta", None)
-    if not 0 < numbers.get("factor", 0) < math.inf:
-        raise ModelError(f"rope_type {kind}: a factor above 0 is needed, got {scaling.get('factor')}")
-    return RopeConfig(theta, scaling=kind, params=numbers)
+    if numbers.get("factor", 0) <= 0:
+        raise ModelError(f"rope_type {kind}: a factor above 0 is needed, got {numbers.get('factor')}")
+    return RopeConfig(theta, scaling=scaled, params=numbers)
 
 
 def config_json(config: DraftConfig, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

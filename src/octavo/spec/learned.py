@@ -99,15 +99,8 @@ def _weights(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftWeigh
     return load_draft(draft_path(name, config, loaded), loaded.config, loaded.sha256)
 
 
-def check_room(draft_tokens: int, config: EngineConfig, loaded: LoadedModel) -> None:
-    """Raise ConfigError if a step's rows cannot fit the context at all."""
-    context = config.max_model_len or loaded.config.context_tokens
-    if draft_tokens >= context:
-        raise ConfigError("draft_tokens", draft_tokens, f"below the context of {context} tokens")
-
-
 def _plan_eagle(weights: DraftWeights, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
-    from octavo.spec.choose import DraftPlan
+    from octavo.spec.choose import DraftPlan, check_room
 
     top_k = 1 if config.draft_topk is None else config.draft_topk
     steps = config.draft_steps
@@ -133,7 +126,7 @@ def _plan_eagle(weights: DraftWeights, config: EngineConfig, loaded: LoadedModel
 
 
 def _plan_dflash(weights: DraftWeights, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
-    from octavo.spec.choose import DraftPlan
+    from octavo.spec.choose import DraftPlan, check_room
 
     trained = weights.config
     if not isinstance(trained, DFlashConfig):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,15 +38,28 @@ class Script:
         """Read {"sequences": [[…]], "accept_counts": […], "wrong_token": 0} (each key optional)."""
         try:
             data = json.loads(Path(path).read_text())
+            if not isinstance(data, dict) or not data.keys() <= {"sequences", "accept_counts", "wrong_token"}:
+                raise ValueError("other keys, or no object")
+            sequences = data.get("sequences") or []
+            if not isinstance(sequences, list):
+                raise ValueError("sequences is no list")
             counts = data.get("accept_counts")
+            (wrong_token,) = _whole("wrong_token", [data.get("wrong_token", 0)])
             return cls(
-                tuple(tuple(int(t) for t in s) for s in data.get("sequences", ())),
-                None if counts is None else tuple(int(c) for c in counts),
-                int(data.get("wrong_token", 0)),
+                tuple(_whole("sequences", sequence) for sequence in sequences),
+                None if counts is None else _whole("accept_counts", counts),
+                wrong_token,
             )
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             allowed = f'a JSON object with "sequences", "accept_counts", "wrong_token" ({error})'
             raise ConfigError("draft_model", str(path), allowed) from error
+
+
+def _whole(key: str, values: object) -> tuple[int, ...]:
+    """A list of whole numbers from 0 that fit 63 bits. Raises ValueError."""
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
+        raise ValueError(f"{key}: whole numbers from 0 are needed")
+    return tuple(values)
 
 
 class ScriptedDrafter:
@@ -78,8 +92,12 @@ class ScriptedDrafter:
             raise ConfigError("draft_tokens", draft_tokens, "at least 1")
         if width < 1 or draft_tokens * width > 63:
             raise ConfigError("draft_topk", width, f"1 to {63 // draft_tokens} with {draft_tokens} levels")
-        if not 0 <= script.wrong_token < vocab_size:
-            raise ConfigError("wrong_token", script.wrong_token, f"0 to {vocab_size - 1}")
+        tokens = (script.wrong_token, *chain.from_iterable(script.sequences))
+        beyond = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if beyond is not None:
+            raise ConfigError("draft_model", beyond, f"a script's tokens are 0 to {vocab_size - 1}")
+        if script.accept_counts == ():
+            raise ConfigError("draft_model", (), "accept_counts of a script: at least one number, or none given")
         self.script, self.vocab_size, self.width = script, vocab_size, width
         self.max_depth = draft_tokens
         self.max_draft_tokens = draft_tokens * width

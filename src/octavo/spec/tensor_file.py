@@ -7,6 +7,7 @@ Format (https://github.com/huggingface/safetensors): 8 bytes little-endian heade
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -42,7 +43,10 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], P
     if file.name.endswith(".index.json"):
         tensors: dict[str, torch.Tensor] = {}
         for shard in sorted(set(_index(file).values())):
-            tensors.update(_read_safetensors(file.parent / shard)[0])
+            held = _read_safetensors(file.parent / shard)[0]
+            for name in held.keys() & tensors.keys():
+                raise ModelError("is in two shards", file=file.parent / shard, tensor=name)
+            tensors.update(held)
         return tensors, {}, file
     if file.suffix == ".bin":
         return _read_pickled(file), {}, file
@@ -62,10 +66,17 @@ def _find(path: Path) -> Path:
 
 
 def _index(file: Path) -> dict[str, str]:
+    """Tensor name -> file name, all in the index's own folder."""
     try:
-        return dict(json.loads(file.read_text())["weight_map"])
+        shards = json.loads(file.read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"not an index of shards ({error})", file=file) from error
+    if not isinstance(shards, dict) or not shards:
+        raise ModelError("weight_map names no shard", file=file)
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not (file.parent / shard).is_file():
+            raise ModelError(f"{ascii(shard)} is no file of the folder", file=file, tensor=name)
+    return shards
 
 
 def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +86,12 @@ def _read_pickled(file: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"cannot be read ({type(error).__name__})", file=file) from error
     if not isinstance(loaded, dict):
         raise ModelError("holds no named tensors", file=file)
-    return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    tensors = {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_nested or tensor.is_quantized:
+            raise ModelError("is no plain tensor (sparse, nested, quantised or without data)", file=file, tensor=name)
+    return tensors
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -100,13 +116,13 @@ def _read_safetensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, st
 def _tensor(body: memoryview, entry: Any, name: str, file: Path) -> torch.Tensor:
     try:
         dtype = _DTYPES[entry["dtype"]]
-        shape = [int(n) for n in entry["shape"]]
-        begin, end = (int(n) for n in entry["data_offsets"])
+        shape = list(entry["shape"])
+        begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"corrupt entry or unknown type ({error})", file=file, tensor=name) from error
-    count = 1
-    for n in shape:
-        count *= n
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ModelError(f"corrupt: shape {shape}, bytes {begin} … {end}", file=file, tensor=name)
+    count = math.prod(shape)
     nbytes = count * torch.empty(0, dtype=dtype).element_size()
     if not 0 <= begin <= end <= len(body) or end - begin != nbytes:
         raise ModelError(
