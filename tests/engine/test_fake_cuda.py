@@ -44,10 +44,12 @@ def fake_parts(device: Any, kind: str, model: dict[str, Any], **given: Any) -> P
 
 
 def launch_all(parts: Parts) -> None:
-    """A prefill of all rows, then decode mixed with a chunk, through the real ledger and runner."""
+    """Through the real ledger and runner: a prefill of all rows, decode mixed with a chunk, decode of whole drafts
+    and of none, and what the steps without drafts left to be written."""
     core = EngineCore(EngineConfig.from_options({"overlap": True}, environ={}), parts)
     for i, params in enumerate(SETTINGS):
-        core.add_request(EngineRequest(f"r{i}", list(range(20 + i)), params))
+        prompt = [token % 7 if i == 0 else token for token in range(20 + i)]  # the first one repeats itself
+        core.add_request(EngineRequest(f"r{i}", prompt, params))
     drafted = parts.drafter.max_draft_tokens if parts.drafter is not None else 0
     first = core.scheduler.plan(drafted, inflight=False)
     assert first is not None and len(first.prefills) == len(SETTINGS)
@@ -61,6 +63,10 @@ def launch_all(parts: Parts) -> None:
     parts.ledger.extend(late.row, 5)
     chunk = PrefillChunk(late, late.row, late.generation, 0, 5, True)
     core._launch(StepPlan(decodes, (chunk,), drafted, int(parts.ledger.allocated.max())))
+    for count in (drafted, 0, 0):
+        parts.ledger.plan_decode(first.rows, parts.reserve)
+        core._launch(StepPlan(decodes, (), count, int(parts.ledger.allocated.max())))
+    parts.runner.write_pending(tuple(first.rows.tolist()))
 
 
 @pytest.mark.parametrize("architecture", sorted(MODELS))
@@ -70,8 +76,11 @@ def test_every_architecture(architecture: str) -> None:
         launch_all(fake_parts(device, kind, model))
 
 
+DRAFTERS = ("scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash")
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", ["scripted", "scripted tree", "eagle3", "tree", "dflash"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter(kind: str, name: str, drafts: dict[str, str]) -> None:
     with fake_cuda() as device:
         launch_all(fake_parts(device, kind, {}, **options(name, kind, drafts)))

@@ -11,8 +11,11 @@ import torch
 from octavo.engine.core import EngineCore
 from octavo.engine.request import EngineRequest
 from octavo.params import SamplingParams
+from tests.engine.test_drafts import drafts, options
 from tests.guard import DeviceSync, no_device_sync
 from tests.tiny import engine
+
+__all__ = ["drafts"]
 
 VIOLATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda x: x[0].item(),
@@ -69,8 +72,21 @@ def guarded(core: EngineCore) -> EngineCore:
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "sliding"])
 @pytest.mark.parametrize("draft", ["none", "scripted", "ngram"])
 def test_the_launch_path_does_not_sync(kind: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_all(kind, monkeypatch, draft=draft)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("name", ["scripted tree", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash"])
+def test_no_drafter_syncs(name: str, adaptive: bool, drafts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adaptive: steps that draft nothing too, whose draft KV is written later."""
+    given = {**options(name, "llama", drafts), "draft_adaptive": adaptive}
+    launch_all("llama", monkeypatch, **given)
+
+
+def launch_all(kind: str, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    """Requests of mixed settings from start to end, every launch guarded."""
     monkeypatch.setenv("OCTAVO_NATIVE", "0")
-    core = guarded(engine(kind, draft=draft, overlap=True, max_batched_tokens=32))
+    core = guarded(engine(kind, overlap=True, max_batched_tokens=32, **given))
     mixed = [
         SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3, max_tokens=8, logprobs=2),

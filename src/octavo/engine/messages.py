@@ -8,6 +8,8 @@ Order is kept per direction, so `Accepted` (or `Rejected`) of a request precedes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -25,7 +27,7 @@ class ErrorInfo(msgspec.Struct, array_like=True):
     status: int
     code: str
     exit_code: int = 1
-    param: str | None = None
+    details: dict[str, Any] = {}  # the error's own attributes: option, param, file, tensor, …
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -33,22 +35,41 @@ class ErrorInfo(msgspec.Struct, array_like=True):
         if isinstance(error, errors.OctavoError):
             return cls(
                 kind=type(error).__name__,
-                message=str(error),
+                message=_text(str(error)),
                 status=error.status,
                 code=error.code,
                 exit_code=error.exit_code,
-                param=getattr(error, "param", None),
+                details={name: _plain(value) for name, value in vars(error).items()},
             )
-        return cls("OctavoError", f"{type(error).__name__}: {error}", 500, errors.OctavoError.code)
+        return cls("OctavoError", _text(f"{type(error).__name__}: {error}"), 500, errors.OctavoError.code)
 
     def error(self) -> errors.OctavoError:
         """The error to raise on this side. Types with arguments of their own are rebuilt without calling them."""
         cls = getattr(errors, self.kind, errors.OctavoError)
         rebuilt: errors.OctavoError = cls.__new__(cls)
         Exception.__init__(rebuilt, self.message)
+        vars(rebuilt).update(self.details)
         rebuilt.status, rebuilt.code, rebuilt.exit_code = self.status, self.code, self.exit_code
-        rebuilt.param = self.param  # type: ignore[attr-defined]
         return rebuilt
+
+
+def _text(text: str) -> str:
+    """Half a surrogate pair, which JSON files can hold, has no encoding: it is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _plain(value: object) -> Any:
+    """What msgpack can carry of an error's attribute; the rest as text."""
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, Integral):
+        whole = int(value)
+        return whole if -(1 << 63) <= whole < 1 << 64 else str(whole)
+    if isinstance(value, Mapping):
+        return {_text(str(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return _text(str(value))
 
 
 class ChoiceDelta(msgspec.Struct, array_like=True):
