@@ -1,4 +1,4 @@
-"""Everything a user sees of an answer is the same with drafts: text, ends and their reasons, log-probabilities, choices.
+"""Everything a user sees of an answer is the same with drafts: text, ends, reasons, log-probabilities, choices.
 
 Ends fall inside accepted runs here: end tokens, stop tokens, stop strings of several tokens, max_tokens, the end of
 the context. Learned drafts are random over four tokens that many of the settings prefer, so some of what they draft is

@@ -1,4 +1,4 @@
-"""Errors that cross the border between engine and API process: the same type, words and attributes on the other side."""
+"""Errors that cross the border between engine and API process: the same type, words and attributes behind it."""
 
 from __future__ import annotations
 
