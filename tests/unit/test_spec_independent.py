@@ -89,7 +89,9 @@ def speculators_model(config: EagleConfig) -> Any:
             del sys.modules[name]
     from transformers import LlamaConfig
 
-    layer = LlamaConfig(**LAYER_KEYS, num_hidden_layers=1, rope_theta=10000.0, attention_bias=False)
+    shape = config.layer
+    keys = {**LAYER_KEYS, "hidden_act": "silu" if shape.activation == "silu" else "gelu_pytorch_tanh"}
+    layer = LlamaConfig(**keys, num_hidden_layers=1, rope_theta=10000.0, attention_bias=shape.attention_bias)
     layer._attn_implementation = "eager"
     theirs = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
@@ -129,13 +131,21 @@ def speculators_logits(weights: DraftWeights) -> list[torch.Tensor]:
 
 SPECULATORS_FLAGS: list[dict[str, Any]] = [
     {}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_before_fc": True}, {"feed_normed": True},
-    {"draft_vocab_size": 40},
+    {"draft_vocab_size": 40}, {"layer": dataclasses.replace(ref.SHAPE, attention_bias=True)},
+    {"layer": dataclasses.replace(ref.SHAPE, activation="gelu_tanh")},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", SPECULATORS_FLAGS, ids=str)
-def test_eagle_equals_speculators(flags: dict[str, Any]) -> None:
+def test_eagle_equals_speculators(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Through a checkpoint file where the plain layout can say what the flags are."""
     weights = random_draft(ref.eagle_config(**flags), seed=6)
+    if weights.config.layer.attention_bias:  # theirs has one behind the attention too
+        bias = torch.randn(ref.HIDDEN, generator=torch.Generator().manual_seed(3))
+        weights.tensors["layers.0.self_attn.o_proj.bias"] = bias
+    if "feed_normed" not in flags:
+        save_draft(tmp_path, weights, dtype=torch.float32)
+        weights = load_draft(tmp_path, ref.TARGET)
     theirs = speculators_logits(weights)
     for base in (7, 11, LENGTH - 4):
         for k, ours in enumerate(our_eagle_logits(weights, base)):
@@ -222,7 +232,14 @@ DFLASH_FLAGS: list[dict[str, Any]] = [
     {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "is_causal": False},
     {"is_causal": True},
     {"rope_theta": 500000.0},
-]
+    {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                      "original_max_position_embeddings": 64}},
+    {"attention_bias": True},
+    {"hidden_act": "gelu_pytorch_tanh"},
+    {"block_size": 3},
+]  # fmt: skip
 
 
 def dflash_json(flags: dict[str, Any]) -> dict[str, Any]:
@@ -243,19 +260,19 @@ def dflash_peer_logits(weights: DraftWeights, flags: dict[str, Any]) -> torch.Te
     from transformers import Qwen3Config
 
     keys = dflash_json(flags)
-    theta = keys.pop("rope_theta")
+    rope = {"rope_type": "default", **keys.pop("rope_scaling", {}), "rope_theta": keys.pop("rope_theta")}
     windows = {"use_sliding_window": True} if "layer_types" in keys else {}
-    config = Qwen3Config(**keys, **windows, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    config = Qwen3Config(**keys, **windows, rope_parameters=rope)
     model = DFlashDraftModel(config).float().eval()
     model.load_state_dict(weights.tensors)
     _, network = ref.bind()
     tokens, _ = text()
-    anchor = LENGTH - 1
-    block = torch.tensor([[tokens[-1], *[95] * 5]])
+    anchor, size = LENGTH - 1, keys["block_size"]
+    block = torch.tensor([[tokens[-1], *[95] * (size - 1)]])
     context = extract_context_feature([h[:anchor].unsqueeze(0) for h in hidden_states()], model.target_layer_ids)
     with torch.no_grad():
         hidden = model(
-            position_ids=torch.arange(anchor + 6).unsqueeze(0),
+            position_ids=torch.arange(anchor + size).unsqueeze(0),
             noise_embedding=F.embedding(block, network.table),
             target_hidden=context,
         )
@@ -290,8 +307,11 @@ def dflash_weights(flags: dict[str, Any]) -> DraftWeights:
 
 
 @pytest.mark.parametrize("flags", DFLASH_FLAGS, ids=str)
-def test_a_block_equals_the_dflash_package(flags: dict[str, Any]) -> None:
+def test_a_block_equals_the_dflash_package(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Through a checkpoint file."""
     weights = dflash_weights(flags)
+    save_draft(tmp_path, weights, dtype=torch.float32)
+    weights = load_draft(tmp_path, ref.TARGET)
     torch.testing.assert_close(our_block_logits(weights), dflash_peer_logits(weights, flags), **TOLERANCE)
 
 

@@ -153,6 +153,9 @@ def _canonical(
     # a reduced vocabulary has its own head, unless the head is the target's by declaration
     if "lm_head.weight" in named or (isinstance(config, EagleConfig) and not config.target_head):
         expected["lm_head.weight"] = (config.draft_vocab_size, config.layer.hidden_size)
+    out_bias = "layers.0.self_attn.o_proj.bias"
+    if config.layer.attention_bias and out_bias in named:  # Llama's layer has one beside those of q, k, v, Qwen's not
+        expected[out_bias] = (config.layer.hidden_size,)
     for name, shape in expected.items():
         if name not in named:
             raise ModelError(f"missing from the draft; shape {shape} expected", tensor=name)

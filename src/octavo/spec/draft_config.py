@@ -384,9 +384,14 @@ def config_json(config: DraftConfig, extra: Mapping[str, Any] | None = None) -> 
             "input_embedding_scale": config.embed_scale,
         }
         data["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-        data["sliding_window"] = next((w for w in config.windows if w is not None), None)
-        if any(config.windows) and not any(config.causal):
-            data["is_causal"] = False
+        windows = {w for w in config.windows if w is not None}
+        if len(windows) > 1:
+            raise ModelError(f"the plain layout cannot say that windows differ ({sorted(windows)})")
+        data["sliding_window"] = min(windows, default=None)
+        if config.causal != tuple(w is not None for w in config.windows):  # else it need not be said
+            if len(set(config.causal)) > 1:
+                raise ModelError("the plain layout cannot say that full layers are causal and sliding ones are not")
+            data["is_causal"] = all(config.causal)
         if config.rope is not None:
             data["rope_theta"] = config.rope.theta
             if config.rope.scaling is not None:
