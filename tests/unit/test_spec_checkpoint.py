@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import ConfigError, ModelError, ModelNotFound
+from octavo.errors import ConfigError, ModelError
 from octavo.spec.checkpoint import load_draft, random_draft, save_draft
 from octavo.spec.choose import plan_draft
 from octavo.spec.draft_config import default_dflash_layers, default_eagle_taps, parse_draft_config
