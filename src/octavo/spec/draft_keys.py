@@ -5,7 +5,7 @@ A flag that says "no" as text, or a size that was rounded, would run as another 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +49,7 @@ class Keys:
         value = self._values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise _refuse(key, value, "a finite number")
         return float(value)
 

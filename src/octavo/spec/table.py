@@ -27,6 +27,7 @@ import torch
 from octavo.errors import ConfigError, ModelError
 from octavo.kv.sizing import DecodeReserve
 from octavo.spec.draft_config import FORMAT_VERSION, algorithm_of, read_draft_json
+from octavo.spec.draft_keys import Keys
 from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
 from octavo.spec.ngram import chains
 from octavo.spec.tensor_file import read_tensors, write_tensors
@@ -162,19 +163,19 @@ def read_table(path: str | Path, vocab_size: int, target_sha256: str | None = No
     try:
         if algorithm_of(data) != "table":
             raise ModelError("not a table of phrases")
-        version = data.get("octavo_format", FORMAT_VERSION)
+        keys = Keys(data)
+        version = keys.whole("octavo_format", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ModelError(f"draft format {version}; this version reads {FORMAT_VERSION}: make it again")
-        sha = data.get("target_sha256")
+        sha = keys.text("target_sha256")
         if sha is not None and target_sha256 is not None and sha != target_sha256:
             raise ModelError(
-                f"the table is for the target with SHA-256 {str(sha)[:16]}…, this one is {target_sha256[:16]}…"
+                f"the table is for the target with SHA-256 {sha[:16]}…, this one is {target_sha256[:16]}…"
             )
-        size, least = data.get("vocab_size"), data.get("min_probability")
-        if type(size) is not int or size != vocab_size:
-            raise ModelError(f"the table's vocabulary has {size!r} tokens, the target's {vocab_size}")
-        if isinstance(least, bool) or not isinstance(least, (int, float)):
-            raise ModelError(f"min_probability {least!r}: 0 to 1")
+        size = keys.whole("vocab_size", 0)
+        if size != vocab_size:
+            raise ModelError(f"the table's vocabulary has {size} tokens, the target's {vocab_size}")
+        least = keys.number("min_probability", -1.0)  # what is not said is refused like what cannot be
     except ModelError as error:
         raise ModelError(str(error), file=file) from error
     tensors, _, tensor_file = read_tensors(Path(path))
@@ -186,7 +187,7 @@ def read_table(path: str | Path, vocab_size: int, target_sha256: str | None = No
             raise ModelError(f"{found}; int32 expected", file=tensor_file, tensor=name)
         arrays[name] = tensor.numpy()
     try:
-        return Phrases(**arrays, vocab_size=vocab_size, min_probability=float(least))
+        return Phrases(**arrays, vocab_size=vocab_size, min_probability=least)
     except ModelError as error:
         raise ModelError(str(error), file=tensor_file) from error
 
