@@ -21,6 +21,7 @@ from octavo.params import SamplingParams
 from octavo.spec.checkpoint import random_draft, save_draft
 from octavo.spec.draft_config import DFlashConfig, EagleConfig, LayerShape, default_eagle_taps
 from tests.engine.test_core import prompts
+from tests.tables import write_table
 from tests.tiny import EOS, VOCAB, byte_tokenizer, config_of, engine
 
 CONTEXT = 72
@@ -133,14 +134,21 @@ def way(name: str, calls: list[Call], got: list[list[Answer]], folder: Path) -> 
     if name == "tree":
         shape = {"draft_steps": 3, "draft_topk": 3, "draft_tokens": 12}
         return {"draft": "eagle3", "draft_model": str(folder / "eagle3"), **shape}
+    if name == "ngram+table":
+        texts = [p + choices[0][0] for (p, _), choices in zip(calls, got, strict=True)]
+        return {"draft": name, "draft_model": write_table(folder / "table", texts, VOCAB)}
     return {"draft": name, "draft_model": str(folder / name.removeprefix("ngram+"))}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "name", ["right", "sometimes", "comb", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash"]
-)
+    "name",
+    [
+        "right", "sometimes", "comb", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash",
+        "ngram+table",
+    ],
+)  # fmt: skip
 def test_answers_with_drafts_are_the_answers_without(
     kind: str, overlap: bool, name: str, truth: dict[str, tuple[list[Call], list[list[Answer]]]], tmp_path: Path
 ) -> None:

@@ -76,7 +76,9 @@ def test_every_architecture(architecture: str) -> None:
         launch_all(fake_parts(device, kind, model))
 
 
-DRAFTERS = ("scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash")
+DRAFTERS = (
+    "scripted", "scripted tree", "ngram", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash", "ngram+table",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

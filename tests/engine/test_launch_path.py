@@ -76,7 +76,9 @@ def test_the_launch_path_does_not_sync(kind: str, draft: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("name", ["scripted tree", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash"])
+@pytest.mark.parametrize(
+    "name", ["scripted tree", "eagle3", "tree", "dflash", "ngram+eagle3", "ngram+dflash", "ngram+table"]
+)
 def test_no_drafter_syncs(name: str, adaptive: bool, drafts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Adaptive: steps that draft nothing too, whose draft KV is written later."""
     given = {**options(name, "llama", drafts), "draft_adaptive": adaptive}
