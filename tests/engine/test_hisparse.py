@@ -138,7 +138,7 @@ def test_a_recorded_run_is_replayed_with_its_tiers(kind: str, overlap: bool, pre
     core.close()
     got = replay(path)
     assert (got["violations"], got["preemptions"], got["waiting_at_end"]) == (0, 0, 0)
-    names = ("backed_up_pages", "retracted", "resumed", "dropped_tickets")
+    names = ("backed_up_pages", "retracted", "resumed", "dropped_tickets", "offloaded_pages", "loaded_back_pages")
     assert got["tiers"] == {name: seen["tiers"][name] for name in names} | {
         "recorded_hits": seen["tiers"]["hits"], "recorded_swaps": seen["tiers"]["swaps"],
     }  # fmt: skip

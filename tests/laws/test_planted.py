@@ -11,7 +11,7 @@ import pytest
 from octavo.errors import LawViolation
 from octavo.kv import balance
 from octavo.kv.ledger import Ledger
-from octavo.kv.prefix import Node
+from octavo.kv.node import Node
 from tests.laws.helpers import commit, golden, ok, prefill, sliding, tokens
 
 

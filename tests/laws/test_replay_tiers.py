@@ -27,6 +27,9 @@ def record(path: Path, seed: int, moves: int = 250) -> Ledger:
     return simulation.ledger
 
 
+NONE_MOVED = {"offloaded_pages": 0, "loaded_back_pages": 0}
+
+
 def tiers(host: int = 16, slots: int = 12, device: int = 4, topk: int = 1, recent: int = 4) -> dict[str, int]:
     return {"host_pages": host, "device_slots": slots, "device_pages": device, "topk_pages": topk,
             "recent_tokens": recent}  # fmt: skip
@@ -95,7 +98,7 @@ def test_every_call_on_the_tiers_is_recorded_once(tmp_path: Path) -> None:
         arrive(0, 5) | {"fill": 4, "budget": 3, "ticket": None},
         release(0),
     ]
-    assert replay(tmp_path / "trace")["tiers"] == ledger.tiers.stats
+    assert replay(tmp_path / "trace")["tiers"] == ledger.tiers.counters()
 
 
 def test_books_without_a_host_tier_record_nothing_of_it(tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_the_same_books_give_the_same_figures(tmp_path: Path, seed: int) -> None
     ledger = record(tmp_path / "trace", seed)
     got = replay(tmp_path / "trace")
     assert (got["violations"], got["preemptions"], got["resumed"], got["waiting_at_end"]) == (0, 0, 0, 0)
-    assert got["tiers"] == ledger.tiers.stats
+    assert got["tiers"] == ledger.tiers.counters()
     assert got["tiers"]["backed_up_pages"] > 0 and got["tiers"]["retracted"] > 0
     assert (got["queried_tokens"], got["hits"]) == (ledger.stats["queried_tokens"], ledger.stats["hit_tokens"])
     for name in got["peak_pages"]:
@@ -156,17 +159,17 @@ def test_a_preempted_request_keeps_its_kv_in_the_host_tier(tmp_path: Path) -> No
     calls = [*admit(0, 12), *admit(1, 12, 50), backup_of(1, op=7), ended(7), plan(0, 1, reserve=20)]
     got = replayed(tmp_path, *calls, largest_reserve_tokens=20, full_pages=8)
     assert (got["preemptions"], got["waiting_at_end"], got["peak_pages"]) == (1, 1, {"full": 8, "host": 11, "slots": 8})
-    assert got["tiers"] == {"backed_up_pages": 3, "retracted": 1, "resumed": 0, "dropped_tickets": 0}
+    assert got["tiers"] == {"backed_up_pages": 3, "retracted": 1, "resumed": 0, "dropped_tickets": 0} | NONE_MOVED
     calls += [release(0), {"call": "publish", "row": 1, "tokens": tokens(12, 50)}, release(1), *admit(2, 13, 50)]
     got = replayed(tmp_path, *calls, largest_reserve_tokens=20, full_pages=8)
     assert (got["resumed"], got["waiting_at_end"], got["hits"]) == (1, 0, 12)
-    assert got["tiers"] == {"backed_up_pages": 3, "retracted": 1, "resumed": 1, "dropped_tickets": 0}
+    assert got["tiers"] == {"backed_up_pages": 3, "retracted": 1, "resumed": 1, "dropped_tickets": 0} | NONE_MOVED
 
 
 def test_a_preempted_request_that_ends_gives_its_ticket_back(tmp_path: Path) -> None:
     calls = [*admit(0, 12), *admit(1, 12, 50), plan(0, 1, reserve=20), release(1)]
     got = replayed(tmp_path, *calls, largest_reserve_tokens=20, full_pages=8)
-    assert got["tiers"] == {"backed_up_pages": 0, "retracted": 1, "resumed": 0, "dropped_tickets": 1}
+    assert got["tiers"] == {"backed_up_pages": 0, "retracted": 1, "resumed": 0, "dropped_tickets": 1} | NONE_MOVED
     assert got["waiting_at_end"] == 0
     got = replayed(tmp_path, *calls, *admit(2, 12, 90), largest_reserve_tokens=20, full_pages=11, host=11)
     assert (got["preemptions"], got["waiting_at_end"]) == (1, 0), "nobody holds the host pages of the one that ended"
@@ -206,7 +209,7 @@ def test_a_recorded_ticket_is_followed(tmp_path: Path) -> None:
     """Retracted with 13 tokens, back with them, and at its end nothing is left of it."""
     calls = [*admit(0, 12), plan(0), commit_of({0: 13}), backup_of(0), retract(0), *back(2, 13), plan(2), release(2)]
     got = replayed(tmp_path, *calls)
-    assert got["tiers"] == {"backed_up_pages": 3, "retracted": 1, "resumed": 1, "dropped_tickets": 0}
+    assert got["tiers"] == {"backed_up_pages": 3, "retracted": 1, "resumed": 1, "dropped_tickets": 0} | NONE_MOVED
     assert (got["requests"], got["resumed"], got["peak_pages"]) == (1, 0, {"full": 5, "host": 5, "slots": 4})
     calls = [*calls[:-4], {"call": "drop_ticket", "ticket": 1}, *admit(1, 40, 50)]
     got = replayed(tmp_path, *calls, host=10, full_pages=10)
@@ -218,7 +221,7 @@ def test_a_ticket_of_one_who_waits_here_is_followed(tmp_path: Path) -> None:
     calls = [*admit(0, 12), *admit(1, 12, 50), plan(0, 1, reserve=20), retract(1), release(0), plan()]
     got = replayed(tmp_path, *calls, largest_reserve_tokens=20, full_pages=8)
     assert (got["resumed"], got["waiting_at_end"]) == (0, 0)
-    assert got["tiers"] == {"backed_up_pages": 0, "retracted": 1, "resumed": 0, "dropped_tickets": 0}
+    assert got["tiers"] == {"backed_up_pages": 0, "retracted": 1, "resumed": 0, "dropped_tickets": 0} | NONE_MOVED
     got = replayed(tmp_path, *calls, *back(3, 12), plan(3), release(3), largest_reserve_tokens=20, full_pages=8)
     assert got["tiers"]["resumed"] == 1
     got = replayed(tmp_path, *calls, *back(3, 12), plan(3), largest_reserve_tokens=20, full_pages=20, host=8)
@@ -242,7 +245,7 @@ def test_what_was_committed_while_it_waited_gets_its_pages_with_the_next_commit(
     got = replayed(tmp_path, *calls, commit_of({1: 22}), largest_reserve_tokens=20, full_pages=8)
     assert (got["resumed"], got["waiting_at_end"]) == (1, 0)
     report = got["tiers"]
-    assert report == {"backed_up_pages": 0, "retracted": 1, "resumed": 1, "dropped_tickets": 0}
+    assert report == {"backed_up_pages": 0, "retracted": 1, "resumed": 1, "dropped_tickets": 0} | NONE_MOVED
 
 
 def test_promises_are_kept_as_recorded_and_scaled_with_the_page_size(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from octavo.errors import LawViolation, OutOfPages
-from octavo.kv import balance, tiers
+from octavo.kv import balance
 from octavo.kv.ledger import Ledger, LedgerConfig
+from octavo.kv.tiered_pool import TieredPool
 from octavo.kv.tiers import TierConfig
 from tests.laws.helpers import back_up, commit, prefill, tiered, tokens
 
@@ -36,18 +37,50 @@ def test_available_counts_each_budget_by_itself() -> None:
             ledger.available(name)
 
 
-def test_a_request_without_a_promise_is_let_in_though_others_took_what_is_promised() -> None:
+def test_a_request_without_a_promise_lives_on_what_nobody_was_promised() -> None:
+    """Of 12 host pages 8 are promised: it is let in, grows to 4 pages and no further, in a plan or by a chunk."""
     ledger = tiered(host=12, full=16)
-    ledger.admit(tokens(4), budget_pages=8)
+    first = ledger.admit(tokens(4), budget_pages=8)
     second = ledger.admit(tokens(28, 100))
-    ledger.extend(second.row, 28)
     with pytest.raises(OutOfPages) as short:
+        ledger.extend(second.row, 17)
+    assert (short.value.pool, short.value.needed_pages, short.value.available_pages) == ("host", 5, 4)
+    ledger.extend(second.row, 16)
+    commit(ledger, second, 16)
+    for rows in ([second.row], [first.row, second.row]):
+        with pytest.raises(OutOfPages, match="host pool: 1 pages needed, 0 available"):
+            ledger.plan_decode(rows, 1)
+    assert not balance.check(ledger) and ledger.allocated[first.row] == 0
+    for budget in (0, 1):
+        with pytest.raises(OutOfPages, match="host pool: 1 pages needed, 0 available"):
+            ledger.preallocate(tokens(4, 200), 4, host=True, budget_pages=budget)
+    with pytest.raises(OutOfPages, match="host pool: 1 pages needed, 0 available"):
         ledger.admit(tokens(4, 200), budget_pages=1)
-    assert (short.value.pool, short.value.needed_pages, short.value.available_pages) == ("host", 1, 0)
-    with pytest.raises(OutOfPages, match="host"):
-        ledger.preallocate(tokens(4, 200), 4, host=True, budget_pages=1)
-    third, fourth = ledger.admit(tokens(4, 200)), ledger.preallocate(tokens(4, 300), 4, host=True)
-    assert ledger.tiers is not None and ledger.tiers.budget[[third.row, fourth.row]].tolist() == [0, 0]
+    third = ledger.admit(tokens(4, 200))
+    assert ledger.tiers is not None and ledger.tiers.budget[third.row] == 0
+    ledger.extend(first.row, 32)
+    with pytest.raises(OutOfPages, match="host pool: 1 pages needed, 0 available"):
+        ledger.extend(first.row, 33)
+    assert not balance.check(ledger)
+
+
+def test_who_shares_a_cached_prefix_takes_it_from_what_nobody_was_promised() -> None:
+    """Three cached pages: of 12 host pages 9 may be promised beside them, not 10. What a row holds already is free."""
+    ledger = tiered(host=12, full=16, slots=16)
+    cached = prefill(ledger, tokens(13))
+    back_up(ledger, cached.row)
+    ledger.release(cached.row, tokens(13))
+    promised = ledger.admit(tokens(4, 100), budget_pages=10)
+    for call in (
+        lambda: ledger.admit(tokens(14)), lambda: ledger.preallocate(tokens(13), 12, host=True),
+    ):  # fmt: skip
+        with pytest.raises(OutOfPages, match="host pool: 3 pages needed, 2 available"):
+            call()
+    assert ledger.admit(tokens(12)).cached_tokens == 8 and not balance.check(ledger)
+    ledger.release(promised.row)
+    ledger.admit(tokens(14))
+    ledger.admit(tokens(4, 100), budget_pages=9)
+    assert ledger.admit(tokens(14)).cached_tokens == 12 and not balance.check(ledger)
 
 
 def test_a_promise_ends_with_its_request() -> None:
@@ -178,21 +211,22 @@ def test_a_ticket_waits_for_window_pages() -> None:
     assert ledger.land(again.row, again.generation) and not balance.check(ledger)
 
 
-def test_a_ticket_keeps_shared_window_pages_locked() -> None:
+def test_a_ticket_comes_back_to_its_path() -> None:
     ledger = windowed(full=20, swa=16, host=20)
     got = prefill(ledger, tokens(22))
     back_up(ledger, got.row)
     assert ledger.publish(got.row, tokens(22)) == 20
     ledger.evict([got.row])
     ticket = ledger.retract(got.row)
-    assert not balance.check(ledger) and len(ticket.swa_shared) == 2
-    assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (0, 3)
-    assert (ledger.available("slots"), ledger.available("swa")) == (8, 14)
+    assert not balance.check(ledger)
+    assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (0, 5)
+    assert (ledger.available("slots"), ledger.available("swa")) == (8, 16)
     with pytest.raises(LawViolation, match=f"law 2 row {got.row}: plan_decode of a row that is free"):
         ledger.plan_decode([got.row], 1)
     again = ledger.preallocate(tokens(23), 22, host=True, ticket=ticket)
     assert (again.row, again.generation) == (got.row, got.generation + 1)
-    assert (again.cached_tokens, again.tail_start_tokens) == (20, 12)
+    assert (again.cached_tokens, again.tail_start_tokens, again.healed_columns) == (20, 12, ())
+    assert ledger.tree.evictable_swa == 3
     assert ledger.land(again.row, again.generation) and not balance.check(ledger)
     ledger.drop_ticket(ledger.retract(again.row))
     assert (ledger.tree.evictable_full, ledger.tree.evictable_swa) == (5, 5)
@@ -256,23 +290,23 @@ def test_the_report_counts_what_waits() -> None:
 
 
 def test_a_tiered_pool_does_both_or_neither() -> None:
-    pool = tiers.TieredPool(8, 4)
+    pool = TieredPool(8, 4)
     with pytest.raises(OutOfPages, match="host pool: 5 pages needed, 4 available"):
         pool.take(5)
     assert (pool.free, pool.host.free) == (8, 4)
     three = pool.take(3, 1)
-    assert pool.host_pages_of(np.array([2, -1, 0])).tolist() == [2, -1, 0] and pool.scarce == "host"
-    for wrong in (lambda: pool.part(three), lambda: pool.give_back(three, 2), lambda: pool.move(three, 2, 3)):
+    assert pool.host_pages_of(np.array([2, -1, 0])).tolist() == [2, -1, 0]
+    for wrong in (lambda: pool.part(three, 2), lambda: pool.give_back(three, 2), lambda: pool.move(three, 2, 3)):
         with pytest.raises(LawViolation, match="law 6: full page 0 is cached, expected held"):
             wrong()
     assert pool.host_of[:3].tolist() == [0, 1, 2] and pool.counts == [5, 3, 0, 0, 0]
-    both = tiers.TieredPool(2, 2)
+    both = TieredPool(2, 2)
     both.take(2)
     assert both.host_pages_of(np.array([1, -1])).tolist() == [1, -1]
     pool.give_back(three, 1)
     with pytest.raises(LawViolation, match="law 6: full page 0 is free already"):
         pool.give_back(three, 1)
-    assert (pool.free, pool.host.free, tiers.TieredPool(4, 4).scarce) == (8, 4, "full")
+    assert (pool.free, pool.host.free) == (8, 4)
 
 
 def test_a_ticket_takes_exactly_what_it_lacks() -> None:
@@ -282,7 +316,7 @@ def test_a_ticket_takes_exactly_what_it_lacks() -> None:
     back_up(ledger, got.row)
     assert ledger.publish(got.row, tokens(8)) == 8
     ticket = ledger.retract(got.row)
-    assert (ledger.available("logical"), ledger.free_pages("swa")) == (5, 5)
+    assert (ledger.available("logical"), ledger.free_pages("full"), ledger.free_pages("swa")) == (7, 5, 5)
     again = ledger.preallocate(tokens(28), 28, host=True, ticket=ticket)
     assert (ledger.available("logical"), ledger.free_pages("swa")) == (0, 3)
     assert ledger.land(again.row, again.generation) and not balance.check(ledger)

@@ -21,7 +21,8 @@ EVENTS = (
     "prefix hit", "retracted", "retracted with shared pages", "resumed", "ticket dropped", "landed",
     "backup drained", "backup refused", "abort in flight", "abort during a backup", "published below a sparse part",
     "admit: out of slots", "admit: out of host", "grow: out of host", "grow: out of full", "resume: out of full",
-    "resume: out of slots", "land: out of slots", "preallocate: out of host",
+    "resume: out of slots", "land: out of slots", "preallocate: out of host", "offloaded", "offloaded from several",
+    "loaded back", "put back", "offloaded pages dropped", "window healed",
 )  # fmt: skip
 
 
@@ -33,14 +34,29 @@ def test_driven() -> None:
         simulation = TierSimulation(seed, page_size=(4, 8)[seed // 4 % 2], host=host, full=full, slots=slots)
         simulation.run(300)
         seen += simulation.events
+    for seed, full in ((34, 18), (43, 18), (54, 14)):
+        simulation = TierSimulation(seed, host=120, full=full, slots=36, pressed=True)
+        simulation.run(400)
+        seen += simulation.events
     wanted = [*(f"rule {name}" for name, _ in TierSimulation.MOVES), *EVENTS]
     assert not [name for name in wanted if not seen[name]], seen
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(1000, 1 << 30), host=st.integers(22, 60), full=st.integers(22, 60), slots=st.integers(6, 36))
-def test_any_sizes(seed: int, host: int, full: int, slots: int) -> None:
-    TierSimulation(seed, host=host, full=full, slots=slots).run(60)
+@given(
+    seed=st.integers(1000, 1 << 30), host=st.integers(22, 60), full=st.integers(22, 60), slots=st.integers(6, 36),
+    pressed=st.booleans(),
+)  # fmt: skip
+def test_any_sizes(seed: int, host: int, full: int, slots: int, pressed: bool) -> None:
+    TierSimulation(seed, host=host, full=full, slots=slots, pressed=pressed).run(60)
+
+
+@pytest.mark.parametrize("seed", [2, 4, 6])
+def test_promises_hold_where_not_everybody_has_one(seed: int) -> None:
+    """Fourteen host pages: whoever was promised none finds the tier full before a promise is broken."""
+    simulation = TierSimulation(seed, page_size=4, host=14, full=60, slots=36)
+    simulation.run(300)
+    assert simulation.events["grow: out of host"] or simulation.events["admit: out of host"]
 
 
 # --- rules of position -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.laws.helpers import commit, make, ok, pages, prefill, sliding, tokens
 def test_a_transfer_lands() -> None:
     ledger = make()
     got = ledger.preallocate(tokens(10), 10)
-    assert got == (0, 1, 0, 0)
+    assert got == (0, 1, 0, 0, ())
     assert (ledger.fill[0], ledger.committed[0], ledger.allocated[0]) == (10, 0, 12)
     assert ledger.full_pool.by_name()["leased"] == 3 and ledger.stats["queried_tokens"] == 10
     ok(ledger)

@@ -31,7 +31,7 @@ NO_LIMIT = 1 << 30
 
 @dataclass(eq=False)
 class Kept:
-    """A retracted request's KV: the ledger's ticket, its own sliding-window pages from column `swa_first` on (copied
+    """A retracted request's KV: the ledger's ticket, its sliding-window pages from column `swa_first` on (copied
     aside), and what its next draft starts from."""
 
     ticket: Ticket
@@ -96,11 +96,11 @@ class TierControl:
         return Kept(self._ledger.retract(row), swa_first, swa, seed)
 
     def _copy_window(self, row: int, last: int) -> tuple[int, torch.Tensor | None]:
-        """The row's own sliding-window pages up to column `last`, copied."""
+        """The row's sliding-window pages up to column `last`, copied: shared ones too, for they may be evicted."""
         table, pool = self._ledger.swa_table, self._runner.kv.swa
         if table is None or pool is None:
             return 0, None
-        first = max(int(self._ledger.evicted[row]), int(self._ledger.protected[row])) // self._page
+        first = int(self._ledger.evicted[row]) // self._page
         pages = upload(table[row, first:last].astype(np.int64), pool.device)
         return first, pool.index_select(0, pages)
 
@@ -114,35 +114,37 @@ class TierControl:
         pre = self._ledger.preallocate(request.tokens, committed, host=True, ticket=kept.ticket)
         request.kept = None
         request.lease(pre.row, pre.generation, committed)
-        self.load(request, kept)
+        self.load(request, pre.cached_tokens // self._page, kept, pre.healed_columns)
         self._ledger.land(pre.row, pre.generation)
         request.move(State.DECODE)
         self._runner.resume(request, request.output.ban_ids, request.tokens[-1])
         import_seed(self._runner.drafter, pre.row, kept.seed)
 
-    def load(self, request: Request, kept: Kept | None) -> None:
-        """Dense layers and the newest pages of a row's sparse layers, from the host tier; everything of a short row."""
+    def load(self, request: Request, first: int, kept: Kept | None = None, healed: tuple[int, ...] = ()) -> None:
+        """From the host tier dense layers of the columns from `first` on and the newest pages of a row's sparse layers,
+        a short row's all; what `kept` has copied aside of its own window and of the columns `healed`."""
         row, p = request.row, self._page
         tokens = int(self._ledger.fill[row]) or int(self._ledger.committed[row])
         width = ceil_pages(tokens, p)
         op = self._ledger.begin_op([row], "load")
         self._runner.project()
         tiers = self._tiers.config
-        first = 0 if width <= tiers.device_pages else max(0, tokens - tiers.recent_tokens) // p
-        own = int(self._ledger.protected[row]) // p
-        self._mover.load(row, (own, width), (first, width))
+        recent = 0 if width <= tiers.device_pages else max(0, tokens - tiers.recent_tokens) // p
+        self._mover.load(row, (first, width), (recent, width))
         if kept is not None and kept.swa is not None:
-            self._restore_window(row, kept, width)
+            self._restore_window(row, kept.swa, kept.swa_first, healed)
         self._ledger.end_op(op)
-        self.loaded_pages += width - own
+        self.loaded_pages += width - first
 
-    def _restore_window(self, row: int, kept: Kept, width: int) -> None:
+    def _restore_window(self, row: int, copied: torch.Tensor, first: int, healed: tuple[int, ...]) -> None:
+        """The row's own sliding-window pages and those of the columns `healed`, from a copy that starts at `first`."""
         table, pool = self._ledger.swa_table, self._runner.kv.swa
-        if table is None or pool is None or kept.swa is None:
+        if table is None or pool is None:
             return
-        first = max(kept.swa_first, int(self._ledger.evicted[row]) // self._page)
-        pages = upload(table[row, first:width].astype(np.int64), pool.device)
-        pool.index_copy_(0, pages, kept.swa[first - kept.swa_first : width - kept.swa_first])
+        own = max(int(self._ledger.evicted[row]), int(self._ledger.protected[row])) // self._page
+        columns = np.array([*healed, *range(own, self._ledger.width_of(row))], np.int64)
+        pages = upload(table[row, columns].astype(np.int64), pool.device)
+        pool.index_copy_(0, pages, copied.index_select(0, upload(columns - first, copied.device)))
 
     def drop(self, kept: Kept) -> None:
         """A retracted request ended while it waited."""
@@ -154,8 +156,9 @@ class TierControl:
         short row's all). Raises HostTierLost if its pages are lost; nothing has changed then."""
         self._check_for(request)
         row = request.row
-        self.load(request, None)
-        columns = np.arange(int(self._ledger.protected[row]) // self._page, int(self._tiers.backed[row]))
+        first = int(self._ledger.protected[row]) // self._page
+        self.load(request, first)
+        columns = np.arange(first, int(self._tiers.backed[row]))
         self._mover.sum_up(self._host_pages(np.full_like(columns, row), columns))
 
     # -- faults --
@@ -200,18 +203,10 @@ class TierControl:
             logical = self._ledger.full_table[row, :width]
             pages = self._tiers.pool.host_pages_of(logical)
         elif request.kept is not None:
-            ticket = request.kept.ticket
-            pages = np.concatenate([ticket.host, *self._path_pages(ticket)])
+            pages = self._tiers.host_pages_of(request.kept.ticket)
         else:
             return False
         return bool((pages >= intact_pages).any())
-
-    def _path_pages(self, ticket: Ticket) -> list[Any]:
-        node, found = ticket.node, []
-        while node.parent is not None:
-            found.append(self._tiers.pool.host_pages_of(node.full))
-            node = node.parent
-        return found
 
     def report(self) -> dict[str, Any]:
         """`tiers` of `kv_report()`: what the books know, and hits, swaps and bytes. Reads device counters: not on the

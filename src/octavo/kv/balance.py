@@ -148,7 +148,11 @@ def _owners(ledger: LedgerBase, pool: PagePool[Any]) -> list[LawViolation]:
         full, swa, _ = ledger.pages_of(row)
         held.append(full if pool.name == "full" else swa)
     held.extend(entry.full if pool.name == "full" else entry.swa for entry in ledger.inflight.aside)
-    cached = [node.full if pool.name == "full" else node.swa[node.swa >= 0] for node in ledger.tree.nodes()]
+    nodes = ledger.tree.nodes()
+    if pool.name == "full":
+        cached = [node.full for node in nodes if node.host is None]
+    else:
+        cached = [node.swa[node.swa >= 0] for node in nodes]
     broken = []
     for owners, kind, wanted in ((held, "requests", IS_HELD), (cached, "the prefix tree", IS_CACHED)):
         pages = np.concatenate(owners) if owners else np.empty(0, np.int32)

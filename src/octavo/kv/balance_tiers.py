@@ -21,9 +21,9 @@ def check_tiers(ledger: LedgerBase, *, deep: bool, at_rest: bool) -> list[LawVio
     tiers = ledger.tiers
     if tiers is None:
         return []
-    broken = _frontiers(ledger, tiers)
+    broken = [*_frontiers(ledger, tiers), *_promises(ledger, tiers)]
     if deep:
-        broken += [*_host_owners(tiers), *_slot_owners(ledger, tiers)]
+        broken += [*_host_owners(tiers), *_slot_owners(ledger, tiers), *_offloaded(tiers)]
     if at_rest and (tiers.tickets or tiers.backups):
         broken.append(
             LawViolation(5, "tickets or backups at rest", tickets=len(tiers.tickets), backups=len(tiers.backups))
@@ -53,16 +53,26 @@ def _frontiers(ledger: LedgerBase, tiers: Tiers) -> list[LawViolation]:
     return broken
 
 
+def _promises(ledger: LedgerBase, tiers: Tiers) -> list[LawViolation]:
+    """What is promised and not taken yet can be had: now, or when the operations that keep pages aside have drained."""
+    promised = tiers.promised_pages(ledger.allocated // ledger.page_size)
+    have = ledger.available("host") + sum(len(entry.full) for entry in ledger.inflight.aside)
+    if promised <= have:
+        return []
+    return [LawViolation(5, "more host pages are promised than there are", promised=promised, available=have)]
+
+
 def _host_owners(tiers: Tiers) -> list[LawViolation]:
-    """A host page belongs to one logical page, in the same state, or to one ticket; a free logical page has none."""
+    """A host page belongs to one logical page, in the same state, to one ticket or to one offloaded node; a free
+    logical page has none."""
     pool = tiers.pool
     broken = []
     used = np.flatnonzero(pool.state != PageState.FREE)
     bound = pool.host_of[used]
     for page in np.flatnonzero((pool.host_of != NO_PAGE) != (pool.state != PageState.FREE))[:8].tolist():
         broken.append(LawViolation(6, "a logical page is bound to a host page exactly while it is not free", page=page))
-    kept = [ticket.host for ticket in tiers.tickets]
-    named = np.concatenate([bound[bound >= 0], *kept])
+    parted = [node.host for node in tiers.tree.nodes() if node.host is not None]
+    named = np.concatenate([bound[bound >= 0], *(ticket.host for ticket in tiers.tickets), *parted])
     if len(named) and int(named.max()) >= pool.host.total:
         return [*broken, LawViolation(6, "a host page that does not exist is named", page=int(named.max()))]
     count = np.bincount(named, minlength=pool.host.total)
@@ -73,6 +83,28 @@ def _host_owners(tiers: Tiers) -> list[LawViolation]:
     for ticket in tiers.tickets:
         if (pool.host.state[ticket.host] != PageState.HELD).any():
             broken.append(LawViolation(6, "a ticket's host page is not held", host=ticket.host.tolist()))
+    for host in parted:
+        if (pool.host.state[host] != PageState.CACHED).any():
+            broken.append(LawViolation(6, "an offloaded page is not cached", host=host.tolist()))
+    return broken
+
+
+def _offloaded(tiers: Tiers) -> list[LawViolation]:
+    """Only what retracted requests alone lock is offloaded, node by node, and everything below it."""
+    broken = []
+    offloadable = 0
+    for node in tiers.tree.nodes():
+        alone = 0 < node.locks == node.kept
+        if node.host is None:
+            offloadable += node.num_pages * alone
+            continue
+        if not alone or len(node.host) != node.num_pages or (node.full != NO_PAGE).any():
+            broken.append(LawViolation(6, "a node is offloaded that may not be", start_page=node.start_page))
+        if any(child.host is None for child in node.children.values()):
+            broken.append(LawViolation(6, "a page below an offloaded one is not offloaded", start_page=node.start_page))
+    if offloadable != tiers.tree.offloadable_full:
+        kept = tiers.tree.offloadable_full
+        broken.append(LawViolation(5, "offloadable pages are miscounted", kept=kept, counted=offloadable))
     return broken
 
 

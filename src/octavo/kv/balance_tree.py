@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.errors import LawViolation
-from octavo.kv.prefix import Node, PrefixTree
+from octavo.kv.node import Node
+from octavo.kv.prefix import PrefixTree
 
 if TYPE_CHECKING:
     from octavo.kv.ledger_base import LedgerBase
@@ -41,16 +42,20 @@ def check_tree(ledger: LedgerBase) -> list[LawViolation]:
             node = node.parent
         locks[id(node)] = locks.get(id(node), 0) + 1
         swa_locks[ledger.pages_of(row)[2]] += 1
+    kept: dict[int, int] = {}
     for ticket in ledger.tiers.tickets if ledger.tiers is not None else ():
-        swa_locks[ticket.swa_shared] += 1
         node = ticket.node
         while node.parent is not None:
             locks[id(node)] = locks.get(id(node), 0) + 1
+            kept[id(node)] = kept.get(id(node), 0) + 1
             node = node.parent
         locks[id(node)] = locks.get(id(node), 0) + 1
     for node in [*nodes, *tree.roots.values()]:
         if node.locks != locks.get(id(node), 0):
             broken.append(LawViolation(12, "lock count", kept=node.locks, counted=locks.get(id(node), 0)))
+        if node.kept != kept.get(id(node), 0):
+            counted = kept.get(id(node), 0)
+            broken.append(LawViolation(12, "lock count of retracted requests", kept=node.kept, counted=counted))
     if not np.array_equal(swa_locks, tree.swa_locks):
         page = int(np.flatnonzero(swa_locks != tree.swa_locks)[0])
         broken.append(LawViolation(12, "SWA lock count", page=page, kept=int(tree.swa_locks[page])))

@@ -122,12 +122,14 @@ class Admission(NamedTuple):
 
 
 class Preallocation(NamedTuple):
-    """A row whose KV will come by transfer: tokens [cached, fill); SWA tokens [max(tail_start, cached), fill)."""
+    """A row whose KV will come by transfer: tokens [cached, fill); SWA tokens [max(tail_start, cached), fill). Where it
+    comes from a ticket: SWA tokens [max(tail_start, protected), fill) and those of `healed_columns`."""
 
     row: int
     generation: int
     cached_tokens: int
     tail_start_tokens: int
+    healed_columns: tuple[int, ...]
 
 
 class DecodePlan(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from octavo.kv.policy import EvictPolicy
 
 if TYPE_CHECKING:
-    from octavo.kv.prefix import Node
+    from octavo.kv.node import Node
 
 
 class EvictionHeap:

@@ -32,9 +32,10 @@ from octavo.kv.books import (
     cell_runs,
 )
 from octavo.kv.ledger_tiers import TierLedger
+from octavo.kv.ledger_transfers import unlocked_pages
+from octavo.kv.node import Node
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_p, ceil_pages, floor_p
 from octavo.kv.pool import PagePool, PageState
-from octavo.kv.prefix import Node
 from octavo.kv.report import ledger_report
 from octavo.kv.sizing import (
     DecodeReserve,
@@ -66,16 +67,17 @@ class Ledger(TierLedger):
         """Open a row for a prompt: match its prefix, lock and map the shared pages. At least one token is left to
         compute. Raises `OutOfRows`; then nothing has changed.
 
-        With a host tier the row also gets its device slots, and `budget_pages` host pages are promised to it (0: none
-        are, and its growth may find the tier full). Raises `OutOfPages` ("slots", "host"); then nothing has changed."""
+        With a host tier the row also gets its device slots, and `budget_pages` host pages are promised to it. Behind
+        them (0: none are) it lives on what nobody was promised, and its growth may find the tier full. Raises
+        `OutOfPages` ("slots", "host"); then nothing has changed."""
         ids = as_tokens(tokens)
         if not len(ids):
             raise ValueError("a request has at least one token")
         self._check_row_free()
+        match = self.match(ids, namespace)
         if self.tiers is not None:
             self.tiers.check_slots()
-            self._check_promise(budget_pages)
-        match = self.match(ids, namespace)
+            self._check_promise(max(budget_pages, unlocked_pages(match)))
         floor = self.tree.window_start_page(match.pages)
         row = self._open_row(match, namespace, floor, RowState.ACTIVE, budget_pages)
         if self.tiers is not None:
@@ -159,6 +161,7 @@ class Ledger(TierLedger):
         if len(set(rows.tolist())) != len(rows):
             raise self._broken(2, "a plan names a row twice", rows=rows.tolist())
         pages = plan.needed_tokens >> self._shift
+        self._check_growth(rows, end >> self._shift)
         self._make_room(pages, pages)
         self._allocated[rows] = end
         if pages != len(rows):  # some row takes several pages: one entry per page

@@ -10,11 +10,14 @@ import numpy as np
 from octavo.errors import LawViolation, OutOfPages
 from octavo.kv.books import ROW_STATE_NAMES, LedgerConfig, NoSuchRow, OutOfRows, RowState, Table, read_only
 from octavo.kv.inflight import Aside, InFlight
+from octavo.kv.node import Match, Namespace, Node
+from octavo.kv.offload import OffloadTree
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, whole_number, whole_numbers
 from octavo.kv.policy import EvictPolicy, LeastRecentlyUsed
 from octavo.kv.pool import PagePool, PageState
-from octavo.kv.prefix import Match, Namespace, Node, PrefixTree
-from octavo.kv.tiers import TieredPool, Tiers
+from octavo.kv.prefix import PrefixTree
+from octavo.kv.tiered_pool import TieredPool
+from octavo.kv.tiers import Tiers
 
 
 class LedgerBase:
@@ -34,18 +37,19 @@ class LedgerBase:
         self._plannable = np.zeros(rows, np.bool_)  # state == ACTIVE
         self._node: list[Node | None] = [None] * rows  # where a row's locked path ends
         self._free_rows = list(range(rows - 1, -1, -1))
-        self.full_pool: PagePool[FullPages] = PagePool("full", config.full_pages)
-        self.tiers: Tiers | None = None
-        if config.tiers is not None:
-            tiered = TieredPool(config.full_pages, config.tiers.host_pages)
-            self.full_pool, self.tiers = tiered, Tiers(config.tiers, tiered, rows, p)
         self.swa_pool: PagePool[SwaPages] | None = PagePool("swa", config.swa_pages) if config.swa_pages else None
         self._full = Table(rows, self.width_pages)
         self._swa = Table(rows, self.width_pages) if self.swa_pool else None
-        policy = evict_policy or LeastRecentlyUsed()
-        self.tree = PrefixTree(
-            p, self.full_pool, self.swa_pool, config.window_tokens, config.key_mode == "pair", policy
-        )
+        keys = (config.window_tokens, config.key_mode == "pair", evict_policy or LeastRecentlyUsed())
+        self.full_pool: PagePool[FullPages]
+        self.tiers: Tiers | None = None
+        if config.tiers is None:
+            self.full_pool = PagePool("full", config.full_pages)
+            self.tree = PrefixTree(p, self.full_pool, self.swa_pool, *keys)
+        else:
+            self.full_pool = tiered = TieredPool(config.full_pages, config.tiers.host_pages)
+            self.tree = tree = OffloadTree(p, tiered, self.swa_pool, *keys)
+            self.tiers = Tiers(config.tiers, tree, rows, p)
         self.inflight = InFlight(rows)
         self._leases: dict[tuple[int, int], tuple[Int32Array, Int32Array]] = {}
         self.trace = trace
@@ -121,11 +125,13 @@ class LedgerBase:
         return self._pool(pool).free
 
     def available(self, pool: str) -> int:
-        """Pages a plan could get now: free ones and unlocked cached ones. Of this pool only."""
+        """Pages a plan could get now: free ones, unlocked cached ones and, of logical pages, those that only retracted
+        requests lock. Of this pool only."""
         if pool == "full":
-            return self.full_pool.spare + self.tree.evictable_full
+            logical = self.available("logical")
+            return logical if self.tiers is None else min(logical, self.available("host"))
         if pool == "logical":  # full pages for KV whose host pages are there already
-            return self.full_pool.free + self.tree.evictable_full
+            return self.full_pool.free + self.tree.evictable_full + self.tree.offloadable_full
         if self.tiers is not None and pool == "host":
             return self.tiers.pool.host.free + self.tree.evictable_full
         if self.tiers is not None and pool == "slots":
@@ -195,12 +201,18 @@ class LedgerBase:
         if not self._free_rows:
             raise OutOfRows(self.config.max_rows)
 
-    def _check_promise(self, budget_pages: int) -> None:
-        """Raises `OutOfPages` unless the host tier can hold `budget_pages` more beside what others may come to need."""
-        if self.tiers is not None and budget_pages:
+    def _check_promise(self, pages: int) -> None:
+        """Raises `OutOfPages` unless the host tier can hold `pages` more beside what others may come to need."""
+        if self.tiers is not None and pages:
             have = self.available("host") - self.tiers.promised_pages(self._allocated >> self._shift)
-            if budget_pages > have:
-                raise OutOfPages("host", budget_pages, max(0, have))
+            if pages > have:
+                raise OutOfPages("host", pages, max(0, have))
+
+    def _check_growth(self, rows: Int64Array | int, last_pages: Int64Array | int) -> None:
+        """Raises `OutOfPages` if rows that grow to `last_pages` would take host pages that others were promised."""
+        if self.tiers is not None:
+            own = np.maximum(self.tiers.budget[rows], self._allocated[rows] >> self._shift)
+            self._check_promise(int(np.maximum(last_pages - own, 0).sum()))
 
     def _close_row(self, row: int) -> None:
         """Free what a row owns, unlock what it shares, forget it. Nothing names it any more."""
@@ -227,6 +239,7 @@ class LedgerBase:
         if self.swa_pool is not None and self._swa is not None:
             floor = max(int(self._evicted[row]), int(self._protected[row])) >> self._shift
             own: Int32Array = self._swa.cells[row, floor:width]
+            self.tree.unlock_swa(self.pages_of(row)[2])
             self.swa_pool.give_back(cast(SwaPages, own.copy()), PageState.HELD)
             self._swa.write(row, int(self._evicted[row]) >> self._shift, width, NO_PAGE)
         self._full.write(row, 0, width, NO_PAGE)
@@ -252,21 +265,28 @@ class LedgerBase:
             return full, none, none
         floor = int(self._evicted[row]) >> self._shift
         shared = self._swa.cells[row, floor:protected]
-        return full, self._swa.cells[row, max(floor, protected) : end], shared
+        return full, self._swa.cells[row, max(floor, protected) : end], shared[shared >= 0]
 
     # --- pages -------------------------------------------------------------------------------------------------
 
-    def _make_room(self, full: int, swa: int) -> None:
-        """See that so many pages are free, evicting cached ones. Raises `OutOfPages`, then nothing has changed."""
-        spare = self.full_pool.spare
-        if full > spare + self.tree.evictable_full:
-            raise OutOfPages(self.full_pool.scarce, full, spare + self.tree.evictable_full)
+    def _make_room(self, full: int, swa: int, *, host: bool = True) -> None:
+        """See that so many pages are free: cached ones are evicted, then what only retracted requests lock is
+        offloaded. `host` False: the host pages are there already. Raises `OutOfPages`, then nothing has changed."""
+        pool = self.full_pool
+        spare = pool.spare if host else pool.free
+        if full > spare:
+            have = self.available("full" if host else "logical")
+            if full > have:
+                short = "full" if have == self.available("logical") else "host"
+                raise OutOfPages(short, full, have)
         if self.swa_pool is not None:
             have = self.swa_pool.free + self.tree.evictable_swa
             if swa > have:
                 raise OutOfPages("swa", swa, have)
         if full > spare:
             self.tree.evict_full(full - spare)
+        if full > pool.free and self.tiers is not None:
+            self.tiers.offload(full - pool.free)
         if self.swa_pool is not None and swa > self.swa_pool.free:
             self.tree.evict_swa(swa - self.swa_pool.free)
 
@@ -277,6 +297,7 @@ class LedgerBase:
             return
         if last > self.width_pages:
             raise self._broken(10, "row is too narrow", row, pages=last, width_pages=self.width_pages)
+        self._check_growth(row, last)
         self._make_room(last - first, last - first)
         self._full.write(row, first, last, self.full_pool.take(last - first))
         if self.swa_pool is not None and self._swa is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.kv.books import ROW_STATE_NAMES, RowState, cell_runs
 from octavo.kv.ledger_transfers import TransferLedger
-from octavo.kv.pages import FullPages, Int64Array, SwaPages, ceil_p, ceil_pages
+from octavo.kv.pages import FullPages, Int64Array, ceil_p, ceil_pages
 from octavo.kv.pool import PageState
 from octavo.kv.tiers import Ticket
 
@@ -65,10 +65,11 @@ class TierLedger(TransferLedger):
             self.trace.record("end_backup", op=op, written=written)
 
     def retract(self, row: int) -> Ticket:
-        """End a row's life and keep its KV in the host tier: slots, logical pages and own SWA pages go back.
+        """End a row's life and keep its KV in the host tier: slots, own logical pages and own SWA pages go back. Shared
+        pages stay locked; those that nobody else holds are offloaded when logical pages are short.
 
-        The caller has copied the row's pages [backed, ceil_p(committed)) and its own SWA pages. No operation names the
-        row. Raises `LawViolation` 14 or 2; then nothing has changed.
+        The caller has copied the row's pages [backed, ceil_p(committed)) and its SWA pages from `evicted` on. No
+        operation names the row. Raises `LawViolation` 14 or 2; then nothing has changed.
         """
         tiers = self.tiers
         if tiers is None:
@@ -82,17 +83,15 @@ class TierLedger(TransferLedger):
         kept = ceil_pages(int(self.committed[row]), self.page_size)
         if self._node[row] is None or kept < protected:
             raise self._broken(2, "retract: committed lies below protected", row, kept=kept, protected=protected)
-        floor = int(self.evicted[row]) >> self._shift
-        none = np.empty(0, np.int32)
-        shared = self._swa.cells[row, floor:protected].copy() if self._swa is not None else none
-        host = tiers.pool.part(cast(FullPages, self._full.cells[row, protected:kept].copy()))
+        own = cast(FullPages, self._full.cells[row, protected:kept].copy())
+        host = tiers.pool.part(own, PageState.HELD)
         tiers.stats["retracted"] += 1
         ticket = Ticket(
             number=tiers.stats["retracted"], node=self.path_end(row), host=host,
-            swa_shared=cast(SwaPages, shared), committed=int(self.committed[row]),
-            prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
+            committed=int(self.committed[row]), prefilled=int(tiers.prefilled[row]), budget=int(tiers.budget[row]),
         )  # fmt: skip
         tiers.tickets.append(ticket)
+        tiers.tree.keep_path(ticket.node)
         self._node[row] = None  # its locks are the ticket's now
         self._close_retracted(row, kept, width)
         if self.trace is not None:

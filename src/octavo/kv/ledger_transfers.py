@@ -12,14 +12,13 @@ from typing import cast
 
 import numpy as np
 
-from octavo.errors import OutOfPages
 from octavo.kv.books import Preallocation, RowState, as_tokens
 from octavo.kv.ledger_base import LedgerBase
+from octavo.kv.node import Match, Namespace, Node
 from octavo.kv.pages import NO_PAGE, FullPages, Int32Array, Int64Array, SwaPages, ceil_pages
 from octavo.kv.pool import PageState
-from octavo.kv.prefix import Match, Namespace, Node
 from octavo.kv.sliding import swa_tail
-from octavo.kv.tiers import Ticket, Tiers
+from octavo.kv.tiers import Ticket, Tiers, path_of
 
 
 def namespace_of(node: Node) -> Namespace:
@@ -27,6 +26,11 @@ def namespace_of(node: Node) -> Namespace:
     while node.parent is not None:
         node = node.parent
     return node.namespace
+
+
+def unlocked_pages(match: Match) -> int:
+    """Pages of a match that nobody has locked: evictable until a row takes it."""
+    return sum(min(node.end_page, match.pages) - node.start_page for node in match.path if not node.locks)
 
 
 class TransferLedger(LedgerBase):
@@ -52,7 +56,8 @@ class TransferLedger(LedgerBase):
         host           KV lands in the host pages of the full pages; `land` then takes the row's device slots
         budget_pages   host pages the row may come to hold (0: none are promised)
         ticket         the KV is in the host tier already, kept by `retract`: instead of a match its path, and its
-                       host pages; its slots are taken now
+                       host pages; its slots are taken now. Only `cached_tokens` of the path are on the device: the
+                       caller brings the rest, and the SWA pages of `healed_columns`, before it launches anything
         Raises `OutOfRows`, `OutOfPages`, `LawViolation`; then nothing has changed and nothing is locked.
         """
         ids = as_tokens(tokens)
@@ -70,26 +75,27 @@ class TransferLedger(LedgerBase):
             )
         self._check_row_free()
         tail = swa_tail(fill_tokens, self.config.window_tokens, self.page_size).start_tokens if self._swa else 0
+        floor, last = tail >> self._shift, ceil_pages(fill_tokens, self.page_size)
         if ticket is None:
             # The row never reads below its tail, so a match needs no window alive before that.
-            match = self.match(ids[:fill_tokens], namespace, tail >> self._shift)
-            self._check_promise(budget_pages)
+            match = self.match(ids[:fill_tokens], namespace, floor)
+            self._check_promise(max(budget_pages, unlocked_pages(match) + last - match.pages))
         else:
             match, budget_pages = self._match_of(ticket), ticket.budget
             if self.tiers is not None:
                 self.tiers.check_slots()
-        first, last = match.pages, ceil_pages(fill_tokens, self.page_size)
-        swa_first = max(first, tail >> self._shift)
+        first, swa_first = match.pages, max(match.pages, floor)
+        offloaded = int((match.full < 0).sum())  # of a ticket's path some pages may be gone
+        dead = floor + np.flatnonzero(match.swa[floor:] < 0)
         opened = namespace if ticket is None else namespace_of(ticket.node)
-        row = self._open_row(match, opened, tail >> self._shift, RowState.TRANSFER, budget_pages)
+        row = self._open_row(match, opened, floor, RowState.TRANSFER, budget_pages)
         try:
-            if ticket is None:
-                self._make_room(last - first, last - swa_first)
-            else:
-                self._make_logical_room(last - first, last - swa_first)
+            self._make_room(last - first + offloaded, last - swa_first + len(dead), host=ticket is None)
         except Exception:
             self._close_row(row)
             raise
+        if ticket is not None:
+            self._load_back(row, ticket, dead)
         full = self._take_leased(row, last - first, ticket)
         self._full.write(row, first, last, full)
         swa: Int32Array = np.empty(0, np.int32)
@@ -110,42 +116,40 @@ class TransferLedger(LedgerBase):
         if self.trace is not None:
             kept = {} if self.tiers is None else {"budget": budget_pages, "ticket": ticket and ticket.number}
             self.trace.record("preallocate", tokens=ids, fill=fill_tokens, namespace=namespace, row=row, **kept)
-        return Preallocation(row, generation, match.pages << self._shift, tail)
+        return Preallocation(row, generation, (first - offloaded) << self._shift, tail, tuple(dead.tolist()))
 
     def _match_of(self, ticket: Ticket) -> Match:
         """The path a ticket has locked, as `match` would give it."""
-        path: list[Node] = []
-        node = ticket.node
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        path.reverse()
+        path = path_of(ticket)
         none = np.empty(0, np.int32)
         full = np.concatenate([n.full for n in path]) if path else none
         swa = np.concatenate([n.swa for n in path]) if path and self.swa_pool is not None else none
         return Match(ticket.node.end_page, path, cast(FullPages, full), cast(SwaPages, swa))
 
-    def _make_logical_room(self, full: int, swa: int) -> None:
-        """`_make_room` where the host pages are there already. Evicting a cached page frees both."""
-        have = self.full_pool.free + self.tree.evictable_full
-        if full > have:
-            raise OutOfPages("full", full, have)
-        self._make_room(0, swa)
-        if full > self.full_pool.free:
-            self.tree.evict_full(full - self.full_pool.free)
+    def _load_back(self, row: int, ticket: Ticket, dead: Int64Array) -> None:
+        """Logical pages for what of a returning row's path was offloaded, SWA pages for its `dead` columns. They are
+        the tree's at once: the caller brings their KV before it launches anything else."""
+        for node in path_of(ticket):
+            if node.host is not None and self.tiers is not None:
+                self.tiers.tree.load_back(node, node.host)
+                self._full.write(row, node.start_page, node.end_page, node.full)
+            here = dead[(dead >= node.start_page) & (dead < node.end_page)]
+            if self.swa_pool is not None and self._swa is not None and len(here):
+                pages = self.swa_pool.take(len(here))
+                self.tree.heal(node, here - node.start_page, pages)
+                self._swa.write_cells(np.full_like(here, row), here, pages)
 
     def _take_leased(self, row: int, pages: int, ticket: Ticket | None) -> FullPages:
         if ticket is None or self.tiers is None:
             return self.full_pool.take(pages, PageState.LEASED)
         self.tiers.open_slots(row)
-        return self.tiers.pool.take_for(ticket.host, PageState.LEASED)
+        return self.tiers.pool.take_for(ticket.host, PageState.HELD, PageState.LEASED)
 
     def _end_ticket(self, ticket: Ticket, how: str) -> None:
         """Drop what a ticket has locked. Its host pages have gone elsewhere. `how`: "resumed" or "dropped_tickets"."""
         ticket.open = False
-        self.tree.unlock_path(ticket.node)
-        self.tree.unlock_swa(ticket.swa_shared)
         if self.tiers is not None:
+            self.tiers.tree.unlock_kept(ticket.node)
             self.tiers.tickets.remove(ticket)
             self.tiers.stats[how] += 1
 

@@ -55,11 +55,6 @@ class PagePool(Generic[Ids]):
         """Pages that `take` could give now."""
         return self.counts[0]
 
-    @property
-    def scarce(self) -> str:
-        """Name of the budget that limits `spare`."""
-        return self.name
-
     def take(self, count: int, state: int = PageState.HELD) -> Ids:
         """Take `count` free pages into `state`; all or nothing (law 11). Raises `OutOfPages`."""
         top = self.counts[0]

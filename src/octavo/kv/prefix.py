@@ -9,69 +9,21 @@ at i depends on token i+1) by tokens [k·p, (k+1)·p], so a page matches only if
 
 Two lock counts: a row locks the nodes of its whole path (`Node.locks`, so locks never grow towards the leaves) and,
 page by page, the SWA pages of its window (`swa_locks`), which it drops as its read floor passes. Only unlocked
-pages are evicted: full pages from the ends of leaves, SWA pages anywhere.
+pages are evicted: full pages from the ends of leaves, SWA pages anywhere. With a host tier, nodes that only retracted
+requests lock can be offloaded (`offload.py`): an offloaded node is not matched.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
 from octavo.kv.heap import EvictionHeap
-from octavo.kv.pages import NO_PAGE, BoolArray, FullPages, Int32Array, SwaPages
+from octavo.kv.node import Inserted, Match, Namespace, Node
+from octavo.kv.pages import NO_PAGE, BoolArray, FullPages, HostPages, Int32Array, Int64Array, SwaPages
 from octavo.kv.policy import EvictPolicy
 from octavo.kv.pool import PagePool, PageState
-
-Namespace = str | int | None  # an int: retired
-
-
-class Node:
-    """A run of pages. The root of a namespace has none and no parent. The stamps are the heaps': which entry counts."""
-
-    __slots__ = (
-        "parent", "children", "key", "tokens", "full", "swa", "start_page",
-        "locks", "last_use", "swa_last_use", "hits", "full_stamp", "swa_stamp", "namespace",
-    )  # fmt: skip
-
-    def __init__(self, parent: Node | None, key: bytes, tokens: Int32Array, full: Int32Array, start_page: int) -> None:
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.key = key  # bytes of the first page's key: its name in parent.children
-        self.tokens = tokens  # num_pages·p tokens, one more with pair keys
-        self.full = full
-        self.swa = np.empty(0, np.int32)
-        self.start_page = start_page
-        self.locks = 0
-        self.last_use = self.swa_last_use = self.hits = 0
-        self.namespace: Namespace = None  # of a root
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.full)
-
-    @property
-    def end_page(self) -> int:
-        return self.start_page + len(self.full)
-
-
-class Match(NamedTuple):
-    """The longest usable prefix: `pages` pages, the last of them inside the last node of `path`."""
-
-    pages: int
-    path: list[Node]  # nodes from the root down, root excluded
-    full: FullPages  # [pages]
-    swa: SwaPages  # [pages], -1 where dead; empty without an SWA pool
-
-
-class Inserted(NamedTuple):
-    """Result of publishing pages [first, last) of a row: what its tables must say now, and what became spare."""
-
-    node: Node  # ends exactly at `last`
-    full: FullPages  # [last-first] tree pages
-    swa: SwaPages  # [last-first], -1 below the row's floor; empty without an SWA pool
-    spare_full: FullPages  # the row's duplicates of pages the tree already had
-    spare_swa: SwaPages
 
 
 class PrefixTree:
@@ -94,6 +46,7 @@ class PrefixTree:
         self.num_nodes = 0
         self.tick = self.retired = 0  # retired: roots that nobody looks at again
         self.evictable_full = 0
+        self.offloadable_full = 0  # with a host tier: pages that only retracted requests lock
         self.evictable_swa = 0
         self.evicted_full = self.evicted_swa = self.splits = self.heals = 0  # counters
         swa_total = swa_pool.total if swa_pool else 0
@@ -132,7 +85,7 @@ class PrefixTree:
         node = self.roots.get(namespace)
         while node is not None and pages < max_pages:
             node = self._child(node, tokens, pages)
-            if node is None:
+            if node is None or node.host is not None:
                 break
             take = min(self._common_pages(node, tokens, pages), max_pages - pages)
             path.append(node)
@@ -202,7 +155,8 @@ class PrefixTree:
                 node.swa_last_use = self.tick
             node = node.parent
         if self.swa_pool is not None:
-            self.lock_swa(match.swa[swa_from_page:])
+            window = match.swa[swa_from_page:]
+            self.lock_swa(window[window >= 0])  # on the path of a retracted request some may be dead
         return last
 
     def _lock_node(self, node: Node) -> None:
@@ -214,15 +168,19 @@ class PrefixTree:
     def unlock_path(self, node: Node | None) -> None:
         """Drop one row's lock of the path that ends at `node`."""
         while node is not None and node.parent is not None:
-            node.locks -= 1
-            if node.locks == 0:
-                self.evictable_full += node.num_pages
-                if not node.children:
-                    self.full_heap.push(node)
-            node = node.parent
+            parent = node.parent
+            self._unlock_node(node)
+            node = parent
         if node is not None:
             node.locks -= 1
             self._drop_if_empty(node)
+
+    def _unlock_node(self, node: Node) -> None:
+        node.locks -= 1
+        if node.locks == 0:
+            self.evictable_full += node.num_pages
+            if not node.children:
+                self.full_heap.push(node)
 
     def lock_swa(self, pages: Int32Array) -> None:
         if len(pages):
@@ -263,8 +221,7 @@ class PrefixTree:
             if same < child.num_pages:
                 child = self._split(child, same)
             self._lock_node(child)
-            spare_full.append(full[at : at + same])
-            new_full[at : at + same] = child.full
+            spare_full.append(self._meet(child, full[at : at + same], new_full[at : at + same]))
             if swa is not None:
                 spare_swa.append(self._merge_swa(child, swa[at : at + same], new_swa[at : at + same]))
             node, page = child, page + same
@@ -276,6 +233,11 @@ class PrefixTree:
             cast(FullPages, np.concatenate(spare_full) if spare_full else empty),
             cast(SwaPages, np.concatenate(spare_swa) if spare_swa else empty),
         )
+
+    def _meet(self, node: Node, mine: Int32Array, out: Int32Array) -> Int32Array:
+        """A row has pages that a node is there for: `out` gets what its table must say. Returns the spare ones."""
+        out[:] = node.full
+        return mine
 
     def _append(self, parent: Node, tokens: Int32Array, page: int, full: Int32Array, swa: Int32Array | None) -> Node:
         p, end = self.page_size, page + len(full)
@@ -295,15 +257,19 @@ class PrefixTree:
         alive, have = node.swa >= 0, mine >= 0
         heal = have & ~alive
         if heal.any():
-            node.swa = np.where(heal, mine, node.swa)
-            self._adopt_swa(node, mine[heal])
-            self.heals += int(heal.sum())
+            self.heal(node, np.flatnonzero(heal), mine[heal])
         both = have & alive
         out[both] = node.swa[both]
         self.lock_swa(node.swa[both])
         if have.any():
             node.swa_last_use = self.tick
         return mine[both]
+
+    def heal(self, node: Node, at: Int64Array, pages: Int32Array) -> None:
+        """SWA pages of a row, held, take the place of the node's tombstones `at`."""
+        node.swa[at] = pages
+        self._adopt_swa(node, pages)
+        self.heals += len(pages)
 
     def _adopt_swa(self, node: Node, pages: Int32Array) -> None:
         """Pages of a row become the node's, locked once (by that row)."""
@@ -319,7 +285,9 @@ class PrefixTree:
         upper = Node(
             node.parent, node.key, node.tokens[: pages * p + x].copy(), node.full[:pages].copy(), node.start_page
         )
-        upper.locks, upper.hits = node.locks, node.hits
+        upper.locks, upper.kept, upper.hits = node.locks, node.kept, node.hits
+        if node.host is not None:
+            upper.host, node.host = cast(HostPages, node.host[:pages]), cast(HostPages, node.host[pages:])
         upper.last_use, upper.swa_last_use = node.last_use, node.swa_last_use
         if node.parent is not None:
             node.parent.children[node.key] = upper

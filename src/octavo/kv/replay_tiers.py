@@ -140,4 +140,4 @@ class TierReplay:
     def tier_summary(self) -> dict[str, Any]:
         if self.ledger.tiers is None:
             return {}
-        return {"tiers": {**self.ledger.tiers.stats, **self.recorded}}
+        return {"tiers": {**self.ledger.tiers.counters(), **self.recorded}}

@@ -1,7 +1,8 @@
 """Host residency (HiSparse): a host page beside every logical page, device slots of a row, the backup frontier.
 
     logical page   what tables, prefix tree and locks name; bound 1:1 to a host page for as long as it is not free
-    host page      the whole KV of a page, all layers; moves with its logical page, or stays in a ticket
+    host page      the whole KV of a page, all layers; moves with its logical page, or stays in a ticket or in an
+                   offloaded node of the prefix tree
     device slot    room for the sparse layers of one page; a row holds `device_pages` of them while it lives
 
 A column (page of a row) below `backed` is in the host tier, drained. Only then may it enter the prefix tree, and only
@@ -17,9 +18,11 @@ from typing import Any, cast
 import numpy as np
 
 from octavo.errors import ConfigError, OutOfPages
-from octavo.kv.pages import NO_PAGE, DeviceSlots, FullPages, HostPages, Int32Array, Int64Array, SwaPages, ceil_pages
+from octavo.kv.node import Node
+from octavo.kv.offload import OffloadTree
+from octavo.kv.pages import NO_PAGE, DeviceSlots, HostPages, Int32Array, Int64Array, ceil_pages
 from octavo.kv.pool import PagePool, PageState
-from octavo.kv.prefix import Node
+from octavo.kv.tiered_pool import TieredPool
 
 
 @dataclass(frozen=True)
@@ -82,67 +85,6 @@ def max_chunk_tokens(device_pages: int, recent_tokens: int, page_size: int, *, o
     return max(0, pages * page_size // (2 if overlap else 1))
 
 
-# --- the full pool with a host page beside every page -----------------------------------------------------------
-
-
-class TieredPool(PagePool[FullPages]):
-    """Logical pages. Whatever happens to one happens to its host page; both or neither (law 11)."""
-
-    def __init__(self, total_pages: int, host_pages: int) -> None:
-        super().__init__("full", total_pages)
-        self.host: PagePool[HostPages] = PagePool("host", host_pages)
-        self.host_of: Int32Array = np.full(total_pages, NO_PAGE, np.int32)
-
-    @property
-    def spare(self) -> int:
-        return min(self.free, self.host.free)
-
-    @property
-    def scarce(self) -> str:
-        return "host" if self.host.free < self.free else "full"
-
-    def take(self, count: int, state: int = PageState.HELD) -> FullPages:
-        if count > self.host.free:
-            raise OutOfPages("host", count, self.host.free)
-        pages = super().take(count, state)
-        self.host_of[pages] = self.host.take(count, state)
-        return pages
-
-    def take_for(self, host: HostPages, state: int) -> FullPages:
-        """Logical pages for host pages that a ticket kept, `held` until now. Raises `OutOfPages`."""
-        pages = super().take(len(host), state)
-        self.host.move(host, PageState.HELD, state)
-        self.host_of[pages] = host
-        return pages
-
-    def give_back(self, pages: FullPages, state: int) -> None:
-        if len(pages) == 0:
-            return
-        self._check(pages, state)
-        self.host.give_back(cast(HostPages, self.host_of[pages]), state)
-        self.host_of[pages] = NO_PAGE
-        super().give_back(pages, state)
-
-    def part(self, pages: FullPages) -> HostPages:
-        """Free `pages`, all `held`, and keep their host pages, which stay `held`."""
-        host = self.host_of[pages]
-        if len(pages):
-            self._check(pages, PageState.HELD)
-            self.host_of[pages] = NO_PAGE
-            super().give_back(pages, PageState.HELD)
-        return cast(HostPages, host)
-
-    def move(self, pages: FullPages, old: int, new: int) -> None:
-        if len(pages) == 0:
-            return
-        super().move(pages, old, new)
-        self.host.move(cast(HostPages, self.host_of[pages]), old, new)
-
-    def host_pages_of(self, pages: Int32Array) -> Int32Array:
-        """Host pages of table entries; -1 stays -1."""
-        return np.where(pages >= 0, self.host_of[pages], NO_PAGE).astype(np.int32)
-
-
 # --- what rows and tickets hold ----------------------------------------------------------------------------------
 
 
@@ -151,27 +93,36 @@ class Ticket:
     """A retracted request's claim: its KV stays in the host tier until `preallocate(ticket=…)` or `drop_ticket`.
 
     number              which retraction of these books it comes from, from 1 on: its name in a trace
-    node                end of the locked path of shared pages
+    node                end of the locked path of shared pages, which may be offloaded meanwhile
     host                host pages of [protected, ceil_p(committed)), in order
-    swa_shared          the tree's SWA pages that stay locked
     committed, prefilled, budget   tokens, tokens, pages: as they were in the row
     """
 
     number: int
     node: Node
     host: HostPages
-    swa_shared: SwaPages
     committed: int
     prefilled: int
     budget: int
     open: bool = True
 
 
+def path_of(ticket: Ticket) -> list[Node]:
+    """The nodes that a ticket has locked, from the first page on."""
+    path: list[Node] = []
+    node = ticket.node
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
 class Tiers:
     """Host state of the tiers, by row. Changed by the ledger alone."""
 
-    def __init__(self, config: TierConfig, pool: TieredPool, max_rows: int, page_size: int) -> None:
-        self.config, self.pool, self.page_size = config, pool, page_size
+    def __init__(self, config: TierConfig, tree: OffloadTree, max_rows: int, page_size: int) -> None:
+        self.config, self.tree, self.page_size = config, tree, page_size
+        self.pool: TieredPool = tree.pool
         self.slots: PagePool[DeviceSlots] = PagePool("slots", config.device_slots)
         self.row_slots: Int32Array = np.full((max_rows, config.device_pages), NO_PAGE, np.int32)
         self.backed = np.zeros(max_rows, np.int64)  # columns below it are in the host tier, drained
@@ -231,6 +182,22 @@ class Tiers:
         rows = int(np.maximum(self.budget - width_pages, 0).sum())
         return rows + sum(max(0, t.budget - len(t.host) - t.node.end_page) for t in self.tickets)
 
+    # -- what tickets lock --
+
+    def offload(self, pages: int) -> None:
+        """Free at least `pages` logical pages that only tickets lock; who was retracted last gives first."""
+        self.tree.offload(pages, [ticket.node for ticket in reversed(self.tickets)])
+
+    def pages_to_resume(self, ticket: Ticket) -> int:
+        """Pages that a return takes out of what is available in the budget "logical"."""
+        shared = sum(node.num_pages for node in path_of(ticket) if node.locks == node.kept)
+        return len(ticket.host) + shared
+
+    def host_pages_of(self, ticket: Ticket) -> Int32Array:
+        """Every host page that a ticket needs: of its path from the first page on, and its own."""
+        path = [self.pool.host_of[node.full] if node.host is None else node.host for node in path_of(ticket)]
+        return np.concatenate([*path, ticket.host])
+
     def publish_bound(self, row: int) -> int:
         """Tokens that may enter the prefix tree: backed up, and written by a dense pass."""
         return min(int(self.backed[row]) * self.page_size, max(int(self.prefilled[row]), self.dense_limit))
@@ -247,5 +214,9 @@ class Tiers:
             "tickets": len(self.tickets),
             "ticket_pages": sum(len(t.host) for t in self.tickets),
             "backups_waiting": waiting,
-            **self.stats,
+            **self.counters(),
         }
+
+    def counters(self) -> dict[str, int]:
+        moved = {"offloaded_pages": self.tree.offloaded_pages, "loaded_back_pages": self.tree.loaded_back_pages}
+        return self.stats | moved

@@ -217,8 +217,8 @@ class Scheduler:
         """Bring a retracted request's KV back if there is room for it and a page of growth for everybody."""
         decoding = sum(1 for r in self.running if r.state is State.DECODE)
         reserve = ceil_pages(self.config.reserve.tokens, self.ledger.page_size) + 1
-        if self.running and request.kept is not None:
-            need = len(request.kept.ticket.host) + reserve + decoding
+        if self.running and request.kept is not None and self.ledger.tiers is not None:
+            need = self.ledger.tiers.pages_to_resume(request.kept.ticket) + reserve + decoding
             if need > self.ledger.available("logical"):
                 return False
         try:
@@ -254,8 +254,8 @@ class Scheduler:
         if stuck:
             self._retract_one(OutOfPages("full", 1, self.ledger.available("full")))
             return self.plan(draft_tokens, inflight=False)
-        kept = next((r for r in self.waiting if r.kept is not None), None)
-        if kept is not None and not self.running and self._revive(kept):
+        kept = [r for r in self.waiting if r.kept is not None] if not self.running else []
+        if any(self._revive(request) for request in kept):
             return self.plan(draft_tokens, inflight=False)  # it holds the host pages that the head of the queue needs
         if self.waiting and not self.running:
             # an idle engine that cannot admit its head of queue never will
