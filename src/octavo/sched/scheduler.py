@@ -5,9 +5,9 @@ One call of `plan` does, in this order:
   2. prefill chunks of admitted requests, first come first served, under the token budget
   3. admission of waiting requests: prefix match, budget in pages of each pool, first chunk
 
-When pages are short the ledger itself drops unlocked cached pages. If that is not enough, the step in flight is
-settled first (it may finish requests), and only then are requests retracted: fewest outputs first. They requeue
-with their tokens and lose nothing.
+When pages are short the ledger itself drops unlocked cached pages and, with a host tier, offloads what only retracted
+requests lock. If that is not enough, the step in flight is settled first (it may finish requests), and only then are
+requests retracted: fewest outputs first. They requeue with their tokens and lose nothing.
 """
 
 from __future__ import annotations
