@@ -38,6 +38,7 @@ MEANT_FOR = {
     "pool.py": "test_pool.py", "prefix.py": "test_prefix.py", "heap.py": "test_prefix.py",
     "policy.py": "test_trace.py", "trace.py": "test_trace.py", "replay.py": "test_trace.py",
     "replay_tiers.py": "test_replay_tiers.py",
+    "offload.py": "test_offload.py", "tiered_pool.py": "test_tickets.py", "node.py": "test_prefix.py",
     "picture.py": "test_picture.py", "report.py": "test_picture.py", "ledger.py": "test_ledger.py",
 }  # fmt: skip
 SIMULATED_MOVES = 6_000

@@ -182,6 +182,10 @@ class Tiers:
         rows = int(np.maximum(self.budget - width_pages, 0).sum())
         return rows + sum(max(0, t.budget - len(t.host) - t.node.end_page) for t in self.tickets)
 
+    def publish_bound(self, row: int) -> int:
+        """Tokens that may enter the prefix tree: backed up, and written by a dense pass."""
+        return min(int(self.backed[row]) * self.page_size, max(int(self.prefilled[row]), self.dense_limit))
+
     # -- what tickets lock --
 
     def offload(self, pages: int) -> None:
@@ -197,10 +201,6 @@ class Tiers:
         """Every host page that a ticket needs: of its path from the first page on, and its own."""
         path = [self.pool.host_of[node.full] if node.host is None else node.host for node in path_of(ticket)]
         return np.concatenate([*path, ticket.host])
-
-    def publish_bound(self, row: int) -> int:
-        """Tokens that may enter the prefix tree: backed up, and written by a dense pass."""
-        return min(int(self.backed[row]) * self.page_size, max(int(self.prefilled[row]), self.dense_limit))
 
     def report(self) -> dict[str, Any]:
         """Plain data for `kv_report()`."""
