@@ -266,11 +266,17 @@ def test_an_offloaded_node_keeps_its_window_pages() -> None:
     assert len(pages(ledger, again.row, "swa")) == 3
     ledger.drop_ticket(ledger.retract(again.row))
     ok(ledger, at_rest=True)
-    ticket = retracted(ledger, tokens(13, 50))
+
+
+def test_window_pages_go_with_an_offloaded_node() -> None:
+    ledger = windowed(full=7, swa=16)
+    ticket = retracted(ledger, tokens(13))
+    assert ticket.node.swa.tolist() == [0, 1, 2]
     ledger.release(prefill(ledger, tokens(28, 100)).row)
+    assert (offloaded(ledger), ledger.free_pages("swa")) == ([(0, 3)], 13)
     ledger.drop_ticket(ticket)
     ok(ledger, at_rest=True)
-    assert ledger.free_pages("swa") == 16, "offloaded window pages go with their node"
+    assert (ledger.free_pages("swa"), ledger.tree.evictable_swa) == (16, 0)
 
 
 # --- traces ------------------------------------------------------------------------------------------------------
@@ -319,9 +325,9 @@ PLANTED: dict[str, tuple[int, str, Callable[[Ledger, Node, Node], object]]] = {
     "a row's": (6, "a node is offloaded that may not be", lambda x, u, v: setattr(u, "kept", 1)),
     "nobody's": (6, "a node is offloaded that may not be", nobodys),
     "fewer host pages": (6, "a node is offloaded that may not be", lambda x, u, v: setattr(u, "host", u.host[:1])),
-    "on the device too": (6, "a node is offloaded that may not be", lambda x, u, v: u.full.fill(0)),
+    "on the device too": (6, "a node is offloaded that may not be", lambda x, u, v: u.full.put(0, 0)),
     "host page without owner": (6, "has not exactly one owner", lambda x, u, v: setattr(u, "host", u.host[:1])),
-    "host page held": (6, "an offloaded page is not cached", lambda x, u, v: x.tiers.pool.host.move(u.host, 1, 2)),
+    "host page held": (6, "an offloaded page is not cached", lambda x, u, v: x.tiers.pool.host.move(u.host[1:], 1, 2)),
     "below it": (6, "a page below an offloaded one is not offloaded", on_the_device),
     "miscounted": (5, "offloadable pages are miscounted", lambda x, u, v: setattr(x.tree, "offloadable_full", 1)),
     "locks": (12, "lock count of retracted requests", lambda x, u, v: setattr(v, "kept", 2)),

@@ -69,7 +69,6 @@ class OffloadTree(PrefixTree):
 
     def _unlock_node(self, node: Node) -> None:
         if node.locks == 1 and node.host is not None:
-            node.locks = 0
             self._drop(node, node.host)
             return
         super()._unlock_node(node)
@@ -90,9 +89,8 @@ class OffloadTree(PrefixTree):
         nothing is evictable. `ends`: where the paths of all retracted requests end; the first are offloaded first."""
         for node in ends:
             while pages > 0 and node.parent is not None and node.locks == node.kept:
-                if node.host is None:
-                    if any(child.host is None for child in node.children.values()):
-                        break  # another request's path ends there, and its turn comes
+                # Where a child is not offloaded, another request's path goes on, whose turn comes.
+                if node.host is None and all(child.host is not None for child in node.children.values()):
                     pages -= self._offload_node(node)
                 node = node.parent
 

@@ -286,8 +286,8 @@ def replay_calls(
     Returns calls, requests, hits (tokens), queried_tokens, hit_rate, preemptions, resumed, waiting_at_end,
     peak_pages per pool, evicted_pages, violations, and the sizes used; with a host tier `tiers`: pages backed up,
     requests retracted into it and resumed from it, tickets dropped, pages offloaded and loaded back (no calls of their
-    own: they follow from the others), and the hits and swaps of the buffers in the recorded run (what a query selects is
-    the device's own, the books do not know it). Raises `ConfigError`, `TraceError`.
+    own: they follow from the others), and the hits and swaps of the buffers in the recorded run (what a query selects
+    is the device's own, the books do not know it). Raises `ConfigError`, `TraceError`.
     """
     p = config.page_size if page_size is None else page_size
     full = max(1, config.full_pages * config.page_size // max(p, 1)) if num_pages is None else num_pages
