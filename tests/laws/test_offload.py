@@ -196,6 +196,19 @@ def test_offloading_frees_no_host_page() -> None:
     assert not offloaded(ledger)
 
 
+def test_cached_pages_go_where_host_pages_alone_are_short() -> None:
+    ledger = tiered(host=8, full=16)
+    ledger.release(publish(ledger, tokens(13)).row)
+    assert (ledger.free_pages("full"), ledger.free_pages("host"), ledger.tree.evictable_full) == (13, 5, 3)
+    prefill(ledger, tokens(28, 100))
+    ok(ledger)
+    assert (ledger.free_pages("host"), ledger.tree.evictable_full) == (0, 1)
+    assert ledger.tiers is not None
+    ledger.reset_cache()
+    landing = ledger.preallocate(tokens(4, 300), 4, host=True)
+    assert ledger.tiers.budget[landing.row] == 0
+
+
 def test_what_a_return_takes() -> None:
     """Its own pages and those of its path that no row holds, offloaded or not: the path counts as available."""
     ledger = tiered(host=40, full=9)
@@ -353,6 +366,10 @@ def test_promises_are_checked_to_the_page() -> None:
     assert [str(v) for v in balance.check(ledger)] == [
         "law 5: more host pages are promised than there are (promised=27, available=26)"
     ]
+    ledger.tiers.budget[0] = 36
+    with pytest.raises(OutOfPages, match="host pool: 1 pages needed, 0 available"):
+        ledger.admit(tokens(4), budget_pages=1)
+    ledger.tiers.budget[0] = 35
     op = ledger.begin_op([0])
     ledger.inflight.set_aside(0, full=np.array([3], np.int32))
     assert not [v for v in balance.check(ledger) if "promised" in str(v)]
