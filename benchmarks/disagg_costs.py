@@ -26,15 +26,16 @@ from octavo.disagg.transport.base import Status, copies_of
 from octavo.kv.ledger import Ledger, LedgerConfig
 
 PROMPT_TOKENS, PAGE, CHUNK = 2048, 16, 512
+LAYOUT = p.Layout(2, "SmolLM2-135M-Instruct.Q4_1", "0" * 16, "float32: int4 × 210, int8 × 1", PAGE, "float32", 30, 0, 3,
+                  64, 0, "none", "little")  # fmt: skip
 
 
 def message_bytes() -> dict[str, int]:
     """Encoded size of each message of a room of PROMPT_TOKENS, ids as large as they get."""
     room, attempt, pages = 2**63 - 1, 10**6, CHUNK // PAGE
-    layout = p.Layout(1, "SmolLM2-135M-Instruct.Q4_1", "0" * 16, PAGE, "float32", 30, 0, 3, 64, 0, "none", "little")
     region = Region(2**47, 737_280, 100_000)
     messages = {
-        "Hello": p.Hello(layout),
+        "Hello": p.Hello(LAYOUT),
         "Welcome": p.Welcome("mooncake", "10.0.0.100:16908", {"full": region, "swa": region}),
         "Want": p.Want(room, attempt, PROMPT_TOKENS, 0, 0, bytes(16)),
         "Pages": p.Pages(room, attempt, "full", 0, [90_000] * pages),
@@ -61,16 +62,15 @@ def books_s(rooms: int = 400) -> dict[str, float]:
             ledger.release(got.row)
         best = min(best, (time.process_time() - started) / rooms)
     pages = p.Pages(2**62, 1, "full", 0, list(range(CHUNK // PAGE)))
-    layout = p.Layout(1, "SmolLM2-135M-Instruct.Q4_1", "0" * 16, PAGE, "float32", 30, 0, 3, 64, 0, "none", "little")
     region = Region(2**47, 737_280, 100_000)
-    hello, welcome = p.Hello(layout), p.Welcome("mooncake", "10.0.0.100:16908", {"full": region, "swa": region})
+    hello, welcome = p.Hello(LAYOUT), p.Welcome("mooncake", "10.0.0.100:16908", {"full": region, "swa": region})
 
     def room() -> None:
         for _ in range(PROMPT_TOKENS // CHUNK + 4):
             p.decoder.decode(p.encoder.encode(pages))
 
     def greet() -> None:
-        p.differences(layout, p.decoder.decode(p.encoder.encode(hello)).layout)
+        p.differences(LAYOUT, p.decoder.decode(p.encoder.encode(hello)).layout)
         p.decoder.decode(p.encoder.encode(welcome))
 
     return {"books_s": best, "messages_s": _best(room, rooms), "greeting_s": _best(greet, rooms),

@@ -42,6 +42,9 @@ class RandomSource:
     def groups32(self, name: str) -> None:
         return None
 
+    def stored(self, name: str) -> np.ndarray:
+        return self.tensor(name).numpy().reshape(-1).view(np.uint8)
+
     def nbytes(self) -> int:
         return sum(4 * int(np.prod(s)) for s in self._shapes.values())
 

@@ -122,11 +122,13 @@ class DataRoad:
 
 
 class Road:
-    """`port` is what decode servers are told. `lose`: which messages vanish; `keep`: which ones wait for `deliver`."""
+    """`port` is what decode servers are told. `lose`: which messages vanish; `keep`: which ones wait for `deliver`;
+    `forge`: what a prefill server's message is replaced with."""
 
     def __init__(self, bootstrap_port: int) -> None:
         self.lose: Callable[[p.Message], bool] = lambda message: False
         self.keep: Callable[[p.Message], bool] = lambda message: False
+        self.forge: Callable[[p.Message], p.Message] = lambda message: message
         self.kept: list[p.Message] = []
         self.data: DataRoad | None = None
         self._upstream = f"tcp://127.0.0.1:{bootstrap_port}"
@@ -185,7 +187,8 @@ class Road:
             if self.data is None:
                 self.data = DataRoad(message.address)
             message.address = self.data.address
-            frame = frame[:_HEADER_BYTES] + p.encoder.encode(message)
+        message = self.forge(message)
+        frame = frame[:_HEADER_BYTES] + p.encoder.encode(message)
         if self.keep(message):
             self.kept.append(message)
             self._late.append((name, frame))

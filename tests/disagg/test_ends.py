@@ -23,7 +23,7 @@ from octavo.disagg.zmq_hub import ZmqHub
 from octavo.errors import ConfigError
 from tests.api.serving import ROOT, free_port, until
 
-LAYOUT = p.Layout(1, "m", "w", 16, "float32", 4, 0, 2, 16, 0, "none", "little")
+LAYOUT = p.Layout(2, "m", "w", "float32: fp32 × 9", 16, "float32", 4, 0, 2, 16, 0, "none", "little")
 
 
 def mail(hub: ZmqHub) -> list[tuple[str, p.Message | p.PeerDown]]:

@@ -10,15 +10,20 @@ its pages until then, and (row, generation) is still the same.
 
 from __future__ import annotations
 
+import ipaddress
+import math
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from octavo.disagg import protocol as p
 from octavo.disagg.budget import Holder, admission_pages, growth_pages
-from octavo.disagg.failures import failed, gone, too_late, why
+from octavo.disagg.failures import failed, gone, said, too_late, why
 from octavo.disagg.hub import Hub
-from octavo.disagg.layout import import_seed, layout_of, regions_of
+from octavo.disagg.layout import import_seed, layout_of, regions_of, seed_size_bytes
 from octavo.disagg.prefill import rooms_of
 from octavo.disagg.rooms import Room
 from octavo.disagg.states import Phase, Tombstones
@@ -39,6 +44,7 @@ GREET_AGAIN_S = 1.0
 ASK_AGAIN_S = 0.5  # a lost "read" or its lost answer is asked again
 LOOK_AHEAD = 8  # rooms behind the head of the line that may pass it
 MAX_PASSED = 16  # the head is passed so often, then everybody waits for it
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9.])?")
 GRACE_S = 1.0  # a dead peer's last bytes may still be in the local network stack
 
 
@@ -64,6 +70,7 @@ class DecodeSide:
         self._timeout_s, self._quarantine_after_s = room_timeout_s, quarantine_after_s
         self.layout = layout_of(core.parts)
         self.regions = regions_of(core.parts)
+        self._seed_bytes = seed_size_bytes(core.parts.drafter)
         transport.register(list(self.regions.values()))
         self._servers: dict[str, Server] = {}
         self._addresses: dict[str, str] = {}  # prefill server -> where its newest life is read from
@@ -97,11 +104,14 @@ class DecodeSide:
             if room in self._tombstones:
                 reason = f"bootstrap_room: {room} has ended; nothing is replayed"
                 raise RequestError(reason, param="bootstrap_room", code="expired_room")
-        if call.bootstrap is not None and (not call.bootstrap.host or not 0 < call.bootstrap.port < 65536):
-            raise RequestError(
-                f"bootstrap_host, bootstrap_port: got {call.bootstrap.host!r}, {call.bootstrap.port};"
-                " the address of a prefill server is needed", param="bootstrap_port",
-            )  # fmt: skip
+        if call.bootstrap is None:
+            return
+        host, port = call.bootstrap.host, call.bootstrap.port
+        if not is_host(host):
+            raise RequestError(f"bootstrap_host: got {said(host)!r}; the host name or IP address of a prefill server"
+                               " is needed", param="bootstrap_host")
+        if not 0 < port < 65536:
+            raise RequestError(f"bootstrap_port: got {port}; 1 to 65535 is allowed", param="bootstrap_port")
 
     def arrive(self, request: Request, call: EngineRequest) -> None:
         boot = call.bootstrap
@@ -161,7 +171,8 @@ class DecodeSide:
             self._welcomed(peer, message)
         elif isinstance(message, p.Refuse):
             self._servers.pop(peer, None)
-            self._fail_all(peer, failed("refused", f"prefill server {peer} does not fit this one: {message.reason}"))
+            reason = f"prefill server {peer} does not fit this one: {said(message.reason)}"
+            self._fail_all(peer, failed("refused", reason))
         elif isinstance(message, (p.Pages, p.Computed, p.Kept, p.Gone)):
             room = self._moving.get((message.room, message.attempt))
             if room is None or room.peer != peer:
@@ -169,7 +180,7 @@ class DecodeSide:
             if isinstance(message, p.Pages):
                 self._announced(room, message)
             elif isinstance(message, p.Computed):
-                room.computed, room.computed_s = message, self._clock()
+                self._computed(room, message)
             elif isinstance(message, p.Kept):
                 self._confirmed(room, message)
             else:
@@ -181,12 +192,14 @@ class DecodeSide:
             return
         wrong = ""
         if welcome.transport != self._transport.kind:
-            wrong = f"transport: prefill has {welcome.transport}, decode has {self._transport.kind}"
+            wrong = f"transport: prefill has {said(welcome.transport)}, decode has {self._transport.kind}"
         for pool, region in self.regions.items():
             theirs = welcome.regions.get(pool)
             if theirs is None or theirs.page_bytes != region.page_bytes:
                 wrong = f"bytes of a {pool} page: prefill has {theirs and theirs.page_bytes}, decode has " \
                         f"{region.page_bytes}"
+            elif theirs.base <= 0 or theirs.pages <= 0 or theirs.base + theirs.pages * theirs.page_bytes > 1 << 63:
+                wrong = f"the {pool} pool: {theirs.pages} pages from address {theirs.base} are no memory"
         if wrong:
             del self._servers[peer]
             self._fail_all(peer, failed("refused", f"prefill server {peer} does not fit this one: {wrong}"))
@@ -245,6 +258,25 @@ class DecodeSide:
             targets = ledger.tiers.pool.host_pages_of(targets)  # KV lands in the host tier
         copies = copies_of(local, remote, targets.tolist(), pages.ids)
         room.tickets.append(self._transport.read(server.welcome.address, copies))
+
+    def _computed(self, room: Room, computed: p.Computed) -> None:
+        """The first token and what belongs to it: nothing of it reaches the engine unless it can be right."""
+        wrong, vocabulary = "", self._core.vocab_size
+        if not 0 <= computed.token < vocabulary:
+            wrong = f"token {computed.token} is outside the vocabulary (0 … {vocabulary - 1})"
+        elif not 0 <= computed.cached_tokens <= room.fill_tokens:
+            wrong = f"{computed.cached_tokens} of {room.fill_tokens} prompt tokens were cached"
+        elif room.request.params.logprobs is not None and not _are_logprobs(computed.logprob, vocabulary):
+            wrong = "the first token has no log-probabilities, or ones that cannot be"
+        elif computed.seed is None or self._seed_bytes is None:
+            if computed.seed is not self._seed_bytes:
+                wrong = f"a draft seed: got {_length(computed.seed)}, the draft here takes {self._seed_bytes or 'none'}"
+        elif len(computed.seed) != self._seed_bytes or not np.isfinite(np.frombuffer(computed.seed, np.float32)).all():
+            wrong = f"a draft seed: got {_length(computed.seed)}; {self._seed_bytes} bytes of finite float32 are needed"
+        if wrong:
+            self._core.fail(room.request, failed("bad_message", f"room {room.room}: {wrong}"))
+        else:
+            room.computed, room.computed_s = computed, self._clock()
 
     # -- progress ------------------------------------------------------------------------------------------------
 
@@ -451,6 +483,26 @@ class DecodeSide:
         self._draining.clear()
         self._hub.close()
         self._transport.close()
+
+
+def is_host(host: str) -> bool:
+    """Whether this may be the name or the address of a machine."""
+    if _HOST_NAME.fullmatch(host):
+        return True
+    try:
+        ipaddress.IPv6Address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+    except ValueError:
+        return False
+    return True
+
+
+def _are_logprobs(found: tuple[float, list[tuple[int, float]]] | None, vocabulary: int) -> bool:
+    return found is not None and not math.isnan(found[0]) and \
+        all(0 <= token < vocabulary and not math.isnan(value) for token, value in found[1])
+
+
+def _length(seed: bytes | None) -> str:
+    return "none" if seed is None else f"{len(seed)} bytes"
 
 
 def _other(room: Room, address: str) -> bool:

@@ -18,6 +18,8 @@ CAUSES = {
     "other": "anything else, such as an engine that stops",
 }
 
+SAID_CHARACTERS = 2000
+
 
 def failed(cause: str, text: str) -> HandoverFailed:
     """A 502 that is counted under `cause`. Raises KeyError for a cause that is not in CAUSES."""
@@ -35,9 +37,16 @@ def too_late(cause: str, text: str) -> HandoverTimeout:
 
 def gone(message: Gone) -> HandoverFailed:
     """What the prefill side said when it ended a room, as the decode server's client sees it."""
-    error = failed("deadline" if message.status == 504 else "peer_ended", f"room {message.room}: {message.reason}")
-    error.status, error.code = message.status, message.code
+    cause = "deadline" if message.status == 504 else "peer_ended"
+    error = failed(cause, f"room {message.room}: {said(message.reason)}")
+    if 400 <= message.status <= 599:
+        error.status, error.code = message.status, said(message.code)
     return error
+
+
+def said(text: str) -> str:
+    """What another server said, for our own messages: of any length over there, SAID_CHARACTERS here."""
+    return text if len(text) <= SAID_CHARACTERS else f"{text[:SAID_CHARACTERS]}… ({len(text)} characters)"
 
 
 def why(reason: str, error: OctavoError | None) -> str:

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.disagg.protocol import VERSION, Layout, Region
+from octavo.ops.weights import storage_kind
 from octavo.spec.drafter import kv_owner
 
 if TYPE_CHECKING:
     from octavo.engine.setup import Parts
     from octavo.model.load.loader import LoadedModel
 
-_PROBES = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+_SAMPLES, _SAMPLE_BYTES = 16, 256  # of each tensor
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """16 hex digits that tell models apart: the configuration, and the bits of a few tensors. Reads little."""
+    """16 hex digits that tell models apart, whatever they are called and however their files are cut: the
+    configuration, and of every tensor name, type, shape and some of its stored bytes, from one end to the other."""
     digest = hashlib.blake2b(repr(loaded.config).encode(), digest_size=8)
-    last = f"model.layers.{loaded.config.num_layers - 1}.mlp.down_proj.weight"
-    for name in (*_PROBES, last):
-        if name in loaded.tensors.names():
-            digest.update(loaded.tensors.tensor(name).contiguous().numpy().tobytes())
+    source = loaded.tensors
+    for name in sorted(source.names()):
+        digest.update(f"{name} {source.kind(name)} {source.shape(name)}".encode())
+        stored = source.stored(name)
+        for at in np.linspace(0, max(0, len(stored) - _SAMPLE_BYTES), _SAMPLES).astype(np.int64).tolist():
+            digest.update(stored[at : at + _SAMPLE_BYTES].tobytes())
     return digest.hexdigest()
+
+
+def arithmetic(loaded: LoadedModel, quantization: Any, dtype: Any) -> str:
+    """What the weights are computed in, e.g. "float32: int4 × 210, int8 × 1": as asked for, whatever kernels a machine
+    has for it."""
+    names = [name for name in loaded.tensors.names() if len(loaded.tensors.shape(name)) == 2]
+    kinds = Counter(storage_kind(loaded.tensors, name, quantization, dtype) for name in names)
+    shown = ", ".join(f"{kind} × {count}" for kind, count in sorted(kinds.items()))
+    return f"{str(dtype).removeprefix('torch.')}: {shown}"
 
 
 def draft_identity(drafter: Any) -> str:
@@ -44,6 +58,7 @@ def layout_of(parts: Parts) -> Layout:
         version=VERSION,
         model=parts.model_name,
         weights=str(parts.info.get("fingerprint", "")),
+        arithmetic=str(parts.info["arithmetic"]),
         page_size=ledger.page_size,
         kv_dtype=str(network.kv_dtype).removeprefix("torch."),
         full_layers=network.host_page_layers,
@@ -75,6 +90,12 @@ def seed_bytes(drafter: Any, row: int) -> bytes | None:
         return None
     values: np.ndarray = export(row).float().cpu().numpy()
     return values.tobytes()
+
+
+def seed_size_bytes(drafter: Any) -> int | None:
+    """What `seed_bytes` is long; None for drafters without a seed."""
+    seed = seed_bytes(drafter, 0)
+    return None if seed is None else len(seed)
 
 
 def import_seed(drafter: Any, row: int, seed: bytes | None) -> None:

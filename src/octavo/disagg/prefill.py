@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.disagg import protocol as p
-from octavo.disagg.failures import failed, too_late, why
+from octavo.disagg.failures import failed, said, too_late, why
 from octavo.disagg.hub import Hub
 from octavo.disagg.layout import layout_of, regions_of, seed_bytes
 from octavo.disagg.states import PREFILL_MOVES, Phase, Tombstones, move
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from octavo.engine.request import EngineRequest
 
 TICK_S = 0.25
-ORPHAN_LIMIT = 4096  # `Want`s without a request: more are refused
+ORPHAN_LIMIT = 4096  # `Want`s of one decode server without a request: more are refused
 
 
 @dataclass
@@ -78,6 +78,7 @@ class PrefillSide:
         self._orphans: OrderedDict[tuple[str, int], tuple[p.Want, float]] = OrderedDict()
         self._ended: list[Offer] = []  # the request has left; the reader has not said "read"
         self._tombstones = Tombstones()
+        self._refused: set[str] = set()  # decode servers that do not fit
         self._lock = threading.Lock()
         self._keeping: dict[tuple[str, int, int], bool] = {}
         self._answered: OrderedDict[tuple[str, int, int], bool] = OrderedDict()
@@ -268,6 +269,8 @@ class PrefillSide:
     def _hear(self, peer: str, message: p.Message | p.PeerDown) -> None:
         if isinstance(message, p.PeerDown):
             self._peer_down(peer, message.reason)
+        elif isinstance(message, p.Hello):  # answered by `quick`
+            (self._refused.add if p.differences(self.layout, message.layout) else self._refused.discard)(peer)
         elif isinstance(message, p.Want):
             self._wanted(peer, message)
         elif isinstance(message, p.Drop):
@@ -276,18 +279,20 @@ class PrefillSide:
                 offer = self._rooms.get(message.room)
                 offer = offer if offer is not None and offer.phase is Phase.ARRIVED else None
             if offer is not None:
-                reason = f"the decode server ended the room: {message.reason}"
+                reason = f"the decode server ended the room: {said(message.reason)}"
                 self._core.fail(offer.request, failed("peer_ended", reason))
         elif isinstance(message, p.Read):
             self._finish(peer, message)
 
     def _wanted(self, peer: str, want: p.Want) -> None:
         offer = self._rooms.get(want.room)
-        if offer is not None:
+        if peer in self._refused:
+            self._hub.send(peer, p.Gone(want.room, want.attempt, "this decode server was refused at the handshake"))
+        elif offer is not None:
             self._match(offer, peer, want)
         elif want.room in self._tombstones:
             self._hub.send(peer, p.Gone(want.room, want.attempt, "it has ended on the prefill server already"))
-        elif len(self._orphans) >= ORPHAN_LIMIT:
+        elif sum(key[0] == peer for key in self._orphans) >= ORPHAN_LIMIT:
             self._hub.send(peer, p.Gone(want.room, want.attempt, "too many rooms without a request", 503))
         else:
             self._orphans[peer, want.room] = (want, self._clock() + self._timeout_s)
@@ -327,6 +332,7 @@ class PrefillSide:
         offer.ops.clear()
 
     def _peer_down(self, peer: str, reason: str) -> None:
+        self._refused.discard(peer)
         for key in [k for k in self._orphans if k[0] == peer]:
             del self._orphans[key]
         for offer in [o for o in self._rooms.values() if o.peer == peer]:

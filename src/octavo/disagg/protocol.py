@@ -18,15 +18,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Everything that must be equal on both sides for a page to mean the same. Compared at the handshake."""
+    """Everything that must be equal on both sides for a page to mean the same and for an answer to be the one that a
+    single server writes. Compared at the handshake, `model` apart: two names may be of the same weights."""
 
     version: int
     model: str
     weights: str  # fingerprint of configuration and sampled weights
+    arithmetic: str  # what the weights are computed in, e.g. "float32: int4 × 210, int8 × 1"
     page_size: int
     kv_dtype: str
     full_layers: int  # draft layers included
@@ -38,7 +40,7 @@ class Layout(msgspec.Struct, frozen=True):
     byte_order: str
 
 
-_SHOWN = {"kv_dtype": "KV dtype", "weights": "weights fingerprint"}
+_SHOWN = {"kv_dtype": "KV dtype", "weights": "weights fingerprint", "arithmetic": "weight formats"}
 
 
 def differences(prefill: Layout, decode: Layout) -> list[str]:
@@ -46,7 +48,9 @@ def differences(prefill: Layout, decode: Layout) -> list[str]:
     out = []
     for name in Layout.__struct_fields__:
         theirs, ours = getattr(prefill, name), getattr(decode, name)
-        if theirs != ours:
+        if theirs != ours and name != "model":
+            if name == "weights":
+                theirs, ours = f"{theirs} ({prefill.model})", f"{ours} ({decode.model})"
             shown = _SHOWN.get(name, name.replace("_", " "))
             out.append(f"{shown}: prefill has {theirs}, decode has {ours}")
     return out

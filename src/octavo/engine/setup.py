@@ -173,9 +173,10 @@ def _info(config: EngineConfig, loaded: LoadedModel, network: Any) -> dict[str, 
         "weight_bytes": network.weight_bytes,
     }
     if config.role != "both":
-        from octavo.disagg.layout import fingerprint
+        from octavo.disagg.layout import arithmetic, fingerprint
 
         info["fingerprint"] = fingerprint(loaded)
+        info["arithmetic"] = arithmetic(loaded, config.quantization, DTYPES[config.compute_dtype])
     return info
 
 

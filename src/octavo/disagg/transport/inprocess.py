@@ -25,6 +25,7 @@ class Wire:
         self.fail_after: int | None = None
         self.reads = 0
         self.copied = 0
+        self.regions: list[Region] = []  # of every transport: what can be read
         self._held: list[tuple[Ticket, Sequence[Copy], Callable[[], None]]] = []
 
     @property
@@ -56,6 +57,11 @@ class Wire:
                 ticket.status = Status.FAILED
                 final()
                 return
+            if not _inside(self.regions, copy.source, copy.size_bytes):
+                ticket.error = f"address {copy.source:#x} (+{copy.size_bytes}) is nobody's"
+                ticket.status = Status.FAILED
+                final()
+                return
             ctypes.memmove(copy.target, copy.source, copy.size_bytes)
             ticket.moved_bytes += copy.size_bytes
             self.copied += 1
@@ -81,14 +87,14 @@ class InProcessTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         self._regions.extend(regions)
+        self._wire.regions.extend(regions)
 
     def on_final(self, call: Callable[[], None]) -> None:
         self._final = call
 
     def read(self, peer: str, copies: Sequence[Copy]) -> Ticket:
         for copy in copies:  # one-sided reads write into our own registered memory only
-            if not any(r.base <= copy.target and copy.target + copy.size_bytes <= r.base + r.page_bytes * r.pages
-                       for r in self._regions):
+            if not _inside(self._regions, copy.target, copy.size_bytes):
                 raise ValueError(f"address {copy.target:#x} (+{copy.size_bytes}) is not registered")
         ticket = Ticket(peer, sum(c.size_bytes for c in copies))
         self._wire.start(ticket, copies, self._final)
@@ -99,3 +105,7 @@ class InProcessTransport:
 
     def close(self) -> None:
         """Nothing to close: reads that are held stay with the wire."""
+
+
+def _inside(regions: Sequence[Region], address: int, size_bytes: int) -> bool:
+    return any(r.base <= address and address + size_bytes <= r.base + r.page_bytes * r.pages for r in regions)

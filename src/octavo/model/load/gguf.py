@@ -164,6 +164,10 @@ class GGUFSource:
         order = self._order(name)
         return _groups32(rows if order is None else rows[order], info)
 
+    def stored(self, name: str) -> np.ndarray:
+        file, info = self._entry(name)
+        return file.rows(info).reshape(-1)
+
     def _entry(self, name: str) -> tuple[GGUFFile, TensorInfo]:
         if name not in self._found:
             raise ModelError("tensor missing", file=self.path, tensor=name)

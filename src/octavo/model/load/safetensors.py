@@ -164,6 +164,10 @@ class SafetensorsSource:
             out += 1.0
         return out
 
+    def stored(self, name: str) -> np.ndarray:
+        entry = self._entry(name)
+        return np.frombuffer(entry.file.data, np.uint8, count=entry.nbytes, offset=entry.start)
+
     def _entry(self, name: str) -> Entry:
         if name not in self._found:
             raise ModelError("tensor missing", file=self.path, tensor=name)

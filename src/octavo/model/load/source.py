@@ -62,6 +62,10 @@ class TensorSource(Protocol):
         """The weight in its group-32 form, if the file stores it so (Q4_0, Q4_1, Q4_K, Q5_0, Q8_0); else None."""
         ...
 
+    def stored(self, name: str) -> np.ndarray:
+        """uint8 [bytes]: the weight exactly as the file has it, a view; what is not looked at is not read."""
+        ...
+
     def nbytes(self) -> int:
         """Bytes of all weights as stored."""
         ...
