@@ -302,6 +302,8 @@ def test_a_second_decode_server_does_not_get_a_taken_room() -> None:
     ("change", "named"),
     [({"page_size": 32}, "page size: prefill has 32, decode has 16"),
      ({"dtype": "bfloat16"}, "KV dtype"),
+     ({"dtype": "bfloat16", "kv_dtype": "float32"}, "weight formats: prefill has bfloat16: "),
+     ({"quantization": "int8"}, "weight formats: prefill has float32: int8 × "),
      ({"kv_dtype": "bf16"}, "KV dtype: prefill has bfloat16, decode has float32")],
 )  # fmt: skip
 def test_the_handshake_names_what_differs(change: dict[str, Any], named: str) -> None:
@@ -311,8 +313,27 @@ def test_the_handshake_names_what_differs(change: dict[str, Any], named: str) ->
         pair.step()
     error = pair.end("decode", "r").error
     assert error is not None and error.status == 502 and named in str(error)
-    pair.prefill.abort("r")
-    pair.step()
+    pair.run()
+    assert named in str(pair.end("prefill", "r").error)
+    pair.close()
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_server_that_does_not_fit_ends_the_other_half_too(first: str) -> None:
+    """At once, whichever half of the request came first: a router answers its client when both have answered."""
+    pair = small(prefill={"page_size": 32})
+    rooms = pair.ask("r", TOKENS, GREEDY, sides=[first])
+    for _ in range(4):
+        pair.step()
+    if first == "prefill":
+        pair.ask("r", TOKENS, GREEDY, sides=["decode"], rooms=rooms)
+        for _ in range(4):
+            pair.step()
+        assert "page size: prefill has 32, decode has 16" in str(pair.end("prefill", "r").error)
+    else:
+        with pytest.raises(RequestError, match="has ended"):
+            pair.ask("r", TOKENS, GREEDY, sides=["prefill"], rooms=rooms)
+    assert "page size: prefill has 32, decode has 16" in str(pair.end("decode", "r").error)
     pair.close()
 
 

@@ -170,9 +170,8 @@ class DecodeSide:
         elif isinstance(message, p.Welcome):
             self._welcomed(peer, message)
         elif isinstance(message, p.Refuse):
-            self._servers.pop(peer, None)
             reason = f"prefill server {peer} does not fit this one: {said(message.reason)}"
-            self._fail_all(peer, failed("refused", reason))
+            self._turn_from(peer, failed("refused", reason))
         elif isinstance(message, (p.Pages, p.Computed, p.Kept, p.Gone)):
             room = self._moving.get((message.room, message.attempt))
             if room is None or room.peer != peer:
@@ -201,8 +200,7 @@ class DecodeSide:
             elif theirs.base <= 0 or theirs.pages <= 0 or theirs.base + theirs.pages * theirs.page_bytes > 1 << 63:
                 wrong = f"the {pool} pool: {theirs.pages} pages from address {theirs.base} are no memory"
         if wrong:
-            del self._servers[peer]
-            self._fail_all(peer, failed("refused", f"prefill server {peer} does not fit this one: {wrong}"))
+            self._turn_from(peer, failed("refused", f"prefill server {peer} does not fit this one: {wrong}"))
             return
         server.welcome = welcome
         self._forget(peer, welcome.address)
@@ -227,6 +225,11 @@ class DecodeSide:
             for room in self._draining:
                 if room.peer == peer and room.gone_final_s is None:
                     room.gone_final_s = self._clock()
+
+    def _turn_from(self, peer: str, error: OctavoError) -> None:
+        """Nothing is wanted from a server that does not fit: it hears so while it is still known."""
+        self._fail_all(peer, error)
+        self._servers.pop(peer, None)
 
     def _fail_all(self, peer: str, error: OctavoError) -> None:
         for room in [r for r in (*self._line, *self._moving.values()) if r.peer == peer]:
@@ -451,9 +454,8 @@ class DecodeSide:
     def _expire(self, now: float) -> None:
         for peer, server in list(self._servers.items()):
             if server.welcome is None and now > server.since_s + GREETING_S:
-                del self._servers[peer]
                 reason = f"prefill server {peer} did not answer within {GREETING_S:g} s"
-                self._fail_all(peer, too_late("unreachable", reason))
+                self._turn_from(peer, too_late("unreachable", reason))
             elif server.welcome is None and now > server.greeted_s + GREET_AGAIN_S:
                 server.greeted_s = now
                 self._hub.send(peer, p.Hello(self.layout))

@@ -277,6 +277,8 @@ class PrefillSide:
             offer = self._of(peer, message.room, message.attempt)
             if offer is None and message.attempt == 0:  # it was still in line over there
                 offer = self._rooms.get(message.room)
+                if offer is None:  # the decode side was faster than the request: it finds its room over
+                    self._tombstones.add(message.room, self._clock())
                 offer = offer if offer is not None and offer.phase is Phase.ARRIVED else None
             if offer is not None:
                 reason = f"the decode server ended the room: {said(message.reason)}"
