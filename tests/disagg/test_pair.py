@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +128,9 @@ def test_choices_have_rooms_of_their_own() -> None:
 
 
 def test_logprobs_stops_and_schema_cross_over() -> None:
+    from octavo.engine.request import EngineRequest
+    from tests.tiny import engine
+
     tokens = prompts(1)[0]
     plain = solo("llama", tokens)
     pair = Pair()
@@ -140,6 +142,13 @@ def test_logprobs_stops_and_schema_cross_over() -> None:
     pair.run()
     entries = [e for o in pair.outputs["decode", "lp"] for e in o.logprobs or []]
     assert len(entries) == 5 and all(len(e.top) == 3 and e.top[0][0] == e.token_id for e in entries)
+    core, own = engine(), []
+    core.add_request(EngineRequest("lp", tokens, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True,
+                                                                logprobs=3)))
+    while core.has_work():
+        own += [e for o in core.step() for e in o.logprobs or []]
+    core.close()
+    assert entries == own, "those of one server, the first token's included"
     assert pair.tokens("one") == plain[:1] and pair.end("decode", "one").finish_reason == "length"
     assert pair.end("decode", "eos").finish_reason == "stop" and pair.end("decode", "eos").stop_reason == plain[0]
     assert pair.end("decode", "zero").finish_reason == "length"
@@ -190,15 +199,19 @@ def test_pressure_on_the_prefill_side_waits_for_readers() -> None:
     pair.close()
 
 
-def test_the_acceptance_is_that_of_one_server(drafts: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "dflash", "ngram+eagle3", "ngram+dflash"])
+def test_the_acceptance_is_that_of_one_server(kind: str, name: str, drafts: dict[str, str]) -> None:
     """Draft KV and seed cross over: the very first proposal is the one a single server makes."""
     from octavo.engine.request import EngineRequest
     from tests.tiny import engine
 
-    options: dict[str, Any] = {"draft": "eagle3", "draft_model": drafts["llama-eagle3"], "draft_adaptive": False}
-    given = prompts(6, seed=8)
-    core = engine("llama", **options)
-    pair = Pair("llama", **options)
+    options: dict[str, Any] = {"draft": name, "draft_adaptive": False}
+    if name != "ngram":
+        options["draft_model"] = drafts[f"{kind}-{name.removeprefix('ngram+')}"]
+    given = [tokens * 3 for tokens in prompts(6, seed=8, low=5, high=40)]  # something to look up, pages beyond a window
+    core = engine(kind, **options)
+    pair = Pair(kind, **options)
     for i, tokens in enumerate(given):
         core.add_request(EngineRequest(f"r{i}", tokens, GREEDY))
         pair.ask(f"r{i}", tokens, GREEDY)
@@ -206,6 +219,6 @@ def test_the_acceptance_is_that_of_one_server(drafts: dict[str, str], tmp_path: 
         core.step()
     pair.run()
     theirs, ours = core.report()["speculation"], pair.decode.report()["speculation"]
-    assert ours == theirs
+    assert ours == theirs and ours["draft_tokens"] > 0
     core.close()
     pair.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -27,7 +30,9 @@ from octavo.spec.draft_config import (
     default_dflash_layers,
     default_eagle_taps,
 )
+from tests.api.serving import running
 from tests.disagg.pair import DECODE, PREFILL, Pair, Steps
+from tests.disagg.processes import trio
 
 pytestmark = pytest.mark.models
 
@@ -100,9 +105,63 @@ def test_smollm2_with_draft_kv(draft: str, tmp_path: Path) -> None:
 
 
 def test_gemma_moves_the_tail_of_its_window_only() -> None:
-    pair = same_text("gemma3-270m", [511, 513, 700, 20])
+    pair = same_text("gemma3-270m", [511, 512, 513, 700, 20])
     tally = pair.decode.side.tally
     swa = pair.decode.side.regions["swa"].page_bytes
-    # pages of 16: the tails start at 0, 0, floor(700 - 512) = 176 = 11 pages, 0
-    assert tally.results["done"] == 4 and tally.skipped_bytes == 11 * swa
+    # pages of 16: the tails start at 0, 0, 0, floor(700 - 512) = 176 = 11 pages, 0
+    assert tally.results["done"] == 5 and tally.skipped_bytes == 11 * swa
     pair.close()
+
+
+def test_gemma_with_pages_larger_than_its_window() -> None:
+    """Pages of 1,024 tokens, a window of 512: from 1,536 tokens on the first one's window part does not travel."""
+    pair = same_text("gemma3-270m", [1535, 1536, 40], page_size=1024, max_model_len=2048, kv_memory="512MiB")
+    tally, swa = pair.decode.side.tally, pair.decode.side.regions["swa"].page_bytes
+    assert tally.results["done"] == 3 and tally.skipped_bytes == swa
+    pair.close()
+
+
+PROMPTS = [f"{i}. {TEXT * (i % 4)}What does a {thing} need in {place}?"
+           for i, (thing, place) in enumerate(itertools.product(
+               ("river", "mill", "town", "harbour", "ship", "hill", "market", "bridge", "road", "farm"),
+               ("spring", "summer", "autumn", "winter", "a storm")))]  # fmt: skip
+REAL: dict[str, Any] = {"core": "octavo.engine.core:EngineCore", "model": "smollm2", "dtype": "float32",
+                        "quantization": "none", "max_model_len": 512}  # fmt: skip
+
+
+def answers(url: str) -> list[Any]:
+    """Of a server or a router: text, end and log-probabilities of every prompt; every third one is streamed."""
+
+    def ask(number: int) -> Any:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPTS[number]}], "temperature": 0,
+                "max_tokens": 8, "logprobs": number % 5 == 1, "stop": ["."], "stream": number % 3 == 0}
+        if not body["stream"]:
+            answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=300)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            entries = (choice["logprobs"] or {"content": []})["content"]  # the router writes numbers anew: 15 digits
+            logprobs = [(entry["token"], round(entry["logprob"], 12)) for entry in entries]
+            return choice["message"]["content"], choice["finish_reason"], logprobs
+        text, ends = "", []
+        with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=300) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    text += choice["delta"].get("content") or ""
+                    ends.append(choice["finish_reason"])
+        return text, ends[-1], []
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return list(pool.map(ask, range(len(PROMPTS))))
+
+
+@pytest.mark.timeout(1800)
+def test_fifty_prompts_through_the_router_have_the_text_of_one_server(tmp_path: Path) -> None:
+    """SmolLM2 in float32: a server, then two of them over Mooncake with the router in front."""
+    with running(tmp_path, served_model_name=("tiny",), **REAL) as alone:
+        want = answers(alone.url)
+    with trio(tmp_path, router=True, **REAL) as servers:
+        assert answers(servers.router) == want
+        assert servers.decode.metric("kv_transfer_bytes_total") > 0
+        servers.check_at_rest()
+    assert len(PROMPTS) == len(want) == 50 and len({text for text, _, _ in want}) > 25
