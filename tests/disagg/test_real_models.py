@@ -67,7 +67,7 @@ def cores(name: str, **options: Any) -> tuple[EngineCore, Pair]:
 
 def same_text(name: str, lengths: list[int], **options: Any) -> Pair:
     alone, pair = cores(name, **options)
-    ids = alone.tokenizer.encode(TEXT * 40)
+    ids = alone.tokenizer.encode(TEXT * 80)
     want: dict[str, list[int]] = {}
     for i, length in enumerate(lengths):
         tokens = ids[i : i + length]
@@ -115,9 +115,9 @@ def test_gemma_moves_the_tail_of_its_window_only() -> None:
 
 def test_gemma_with_pages_larger_than_its_window() -> None:
     """Pages of 1,024 tokens, a window of 512: from 1,536 tokens on the first one's window part does not travel."""
-    pair = same_text("gemma3-270m", [1535, 1536, 40], page_size=1024, max_model_len=2048, kv_memory="512MiB")
+    pair = same_text("gemma3-270m", [1536, 40], page_size=1024, max_model_len=2048, kv_memory="512MiB")
     tally, swa = pair.decode.side.tally, pair.decode.side.regions["swa"].page_bytes
-    assert tally.results["done"] == 3 and tally.skipped_bytes == swa
+    assert tally.results["done"] == 2 and tally.skipped_bytes == swa
     pair.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.serving import Server, free_port, running, wait_ready
+from tests.api.serving import Server, free_port, running, until, wait_ready
 from tests.clock import running_time
 from tests.disagg.processes import Trio, kill_tree, routing, trio
 
@@ -149,6 +149,43 @@ def test_prefill_killed_and_restarted(tmp_path: Path, alone: list[str]) -> None:
             first, second = servers.both("/v1/completions", {**GREEDY, "prompt": words(1), "max_tokens": 12})
             assert first.status_code == 200 and second.json()["choices"][0]["text"] == alone[1]
             servers.check_at_rest()
+
+
+def test_a_dead_prefill_server_as_clients_of_the_router_see_it(tmp_path: Path, alone: list[str]) -> None:
+    """Killed: everybody it owed a prompt hears of it within 5 s, what decodes goes on. Stopped: the router's health
+    check takes it out, so that nobody new is sent to it, and back in."""
+    with trio(tmp_path, router=True, env=SLOW, prefill={"prefill_chunk": 16, "max_batched_tokens": 16}) as servers:
+        def ask(prompt: str, tokens: int, stream: bool = False) -> tuple[int, str, float]:
+            body = {**GREEDY, "prompt": prompt, "max_tokens": tokens, "stream": stream}
+            answer = httpx.post(servers.router + "/v1/completions", json=body, timeout=200)
+            return answer.status_code, answer.text, running_time.now()
+
+        def ready() -> bool:
+            return httpx.get(servers.router + "/readiness", timeout=30).status_code == 200
+
+        kill_tree(servers.prefill, signal.SIGSTOP)
+        until(lambda: not ready())
+        asked_s = running_time.now()
+        status, text, at_s = ask(words(1), 12)
+        assert status == 503 and at_s - asked_s < 5.0, text
+        kill_tree(servers.prefill, signal.SIGCONT)
+        until(ready)
+        status, text, _ = ask(words(1), 12)
+        assert status == 200 and json.loads(text)["choices"][0]["text"] == alone[1], text
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            decoding = pool.submit(ask, words(9), 200)
+            servers.until("running", side="decode")
+            owed = [pool.submit(ask, words(50 + i, 200, 300), 4, stream) for i, stream in enumerate((False, True))]
+            servers.until("transferring", 2, side="decode")
+            kill_tree(servers.prefill)
+            killed_s = running_time.now()
+            for call in owed:
+                status, text, at_s = call.result()
+                assert at_s - killed_s < 5.0 and "error" in text and (status == 502 or "data: " in text), (status, text)
+            assert not decoding.done()
+            assert decoding.result()[0] == 200
+        servers.decode.wait_idle()
+        servers.check_at_rest()
 
 
 def test_decode_killed(tmp_path: Path, alone: list[str]) -> None:
