@@ -9,19 +9,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
 from octavo.disagg import protocol as p
 from octavo.disagg import zmq_hub
+from octavo.disagg.layout import fingerprint
 from octavo.disagg.protocol import Region
 from octavo.disagg.transport.base import Copy, Status, copies_of
 from octavo.disagg.transport.mooncake import MooncakeTransport
 from octavo.disagg.zmq_hub import ZmqHub
 from octavo.errors import ConfigError
+from octavo.model.load import load_model
+from octavo.model.load.expected import expected_tensors
 from tests.api.serving import ROOT, free_port, until
+from tests.unit.load_files import hf_config_json, random_tensors, tiny, write_folder
 
 LAYOUT = p.Layout(2, "m", "w", "float32: fp32 × 9", 16, "float32", 4, 0, 2, 16, 0, "none", "little")
 
@@ -136,6 +142,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 
 SOURCE = """
 import sys, numpy as np
+from octavo.disagg.layout import fingerprint
 from octavo.disagg.protocol import Region
 from octavo.disagg.transport.mooncake import MooncakeTransport
 memory = np.arange(256 * 8192, dtype=np.int64)
@@ -190,3 +197,24 @@ def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
     finally:
         source.kill()
         source.wait()
+
+
+def test_weights_are_known_by_what_they_are(tmp_path: Path) -> None:
+    """Not by what they are called; and whichever tensor is another one, it is another model."""
+    config = tiny("llama")
+    weights = random_tensors(expected_tensors(config))
+    one, two = (write_folder(tmp_path / name, hf_config_json(config, "LlamaForCausalLM"), weights)
+                for name in ("one", "two"))
+    models = [load_model(path) for path in (one, two)]
+    assert [model.name for model in models] == ["one", "two"]
+    assert fingerprint(models[0]) == fingerprint(models[1])
+    ours, theirs = (msgspec.structs.replace(LAYOUT, model=model.name, weights=fingerprint(model)) for model in models)
+    assert p.differences(ours, theirs) == []
+    seen = {fingerprint(models[0])}
+    for number, name in enumerate(weights):
+        changed = {**weights, name: weights[name] * 1.01}
+        folder = write_folder(tmp_path / f"tuned{number}", hf_config_json(config, "LlamaForCausalLM"), changed)
+        seen.add(fingerprint(load_model(folder)))
+    assert len(seen) == 1 + len(weights)
+    strange = p.differences(ours, msgspec.structs.replace(theirs, weights="f" * 16))
+    assert strange == [f"weights fingerprint: prefill has {ours.weights} (one), decode has {'f' * 16} (two)"]
