@@ -173,11 +173,12 @@ def test_a_dead_prefill_server_as_clients_of_the_router_see_it(tmp_path: Path, a
         status, text, _ = ask(words(1), 12)
         assert status == 200 and json.loads(text)["choices"][0]["text"] == alone[1], text
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            decoding = pool.submit(ask, words(9), 200)
+            decoding = pool.submit(ask, words(9), 400)
             servers.until("running", side="decode")
-            owed = [pool.submit(ask, words(50 + i, 200, 300), 4, stream) for i, stream in enumerate((False, True))]
-            servers.until("transferring", 2, side="decode")
-            kill_tree(servers.prefill)
+            with servers.holding():
+                owed = [pool.submit(ask, words(50 + i, 200, 300), 4, stream) for i, stream in enumerate((False, True))]
+                servers.until("transferring", 2, side="decode")
+                kill_tree(servers.prefill)
             killed_s = running_time.now()
             for call in owed:
                 status, text, at_s = call.result()
