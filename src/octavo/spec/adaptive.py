@@ -2,11 +2,12 @@
 
 With a_j the chance that position j is accepted once j - 1 was, and t(m) the seconds of a step that drafts m tokens,
 
-    speed(m) = (1 + sum over i <= m of a_1 · … · a_i) / t(m)
+    speed(m) = (1 + c · sum over i <= m of a_1 · … · a_i) / t(m)
 
-and the length with the highest speed is taken. Both are measured while serving. At length 0 the drafter is probed
-again from time to time, ever more rarely while it does not pay. A request's text never depends on any of this, and
-the reserve stays at its maximum (01), so a switch moves no page.
+and the length with the highest speed is taken. c is the share of rows that have a draft in a step that drafts: where
+look-up finds something for one row of four, all four pay for the step and one gains. All are measured while serving. At
+length 0 the drafter is probed again from time to time, ever more rarely while it does not pay. A request's text never
+depends on any of this, and the reserve stays at its maximum (01), so a switch moves no page.
 
 Deterministic: given the same calls with the same costs it chooses the same lengths.
 """
@@ -82,6 +83,7 @@ class AdaptiveLength:
         self._accepted = [_PRIOR * _PRIOR_WEIGHT] * self._depth
         self._tried = [_PRIOR_WEIGHT] * self._depth
         self._costs = StepCosts()
+        self._shares: dict[int, float] = {}  # of rows with a draft, by bucket
         self._off_steps = 0
         self._interval = _FIRST_PROBE_STEPS
         self._on_steps = 0
@@ -157,7 +159,8 @@ class AdaptiveLength:
         """Whether a length that was not measured would beat plain decode if its tokens cost next to nothing."""
         short, plain = self._probe_length(), self._costs.of(bucket, 0)
         least = self._costs.of(bucket, short) + _LEAST_ROW_COST * plain * (length - short)
-        return self.expected_tokens()[min(length, self._depth)] * plain > _GAIN * least
+        gain = self.expected_tokens()[min(length, self._depth)] - 1.0
+        return (1.0 + self._shares.get(bucket, 1.0) * gain) * plain > _GAIN * least
 
     def _probe_length(self) -> int:
         """What would pay if the drafter were as good as hoped, and cheap to try."""
@@ -172,18 +175,19 @@ class AdaptiveLength:
 
     def best_length(self, batch: int) -> int:
         """The length with the highest expected speed; 0 unless drafting beats plain decode by 2 %."""
-        expected = self.expected_tokens()
-        bucket = _bucket(max(1, batch))
+        expected, bucket = self.expected_tokens(), _bucket(max(1, batch))
+        share = self._shares.get(bucket, 1.0)
         plain = 1.0 / self._costs.of(bucket, 0)
         best, best_speed = 0, plain * _GAIN
         for length in self._lengths[1:]:
-            speed = expected[min(length, self._depth)] / self._costs.of(bucket, length)
+            tokens = 1.0 + share * (expected[min(length, self._depth)] - 1.0)
+            speed = tokens / self._costs.of(bucket, length)
             if speed > best_speed:
                 best, best_speed = length, speed
         return best
 
     def expected_tokens(self) -> list[float]:
-        """Expected output tokens of a step by accepted depth allowed: index 0 is plain decode."""
+        """Expected output tokens of a row that has a draft, by accepted depth allowed: index 0 is plain decode."""
         total, chance, result = 1.0, 1.0, [1.0]
         for accepted, tried in zip(self._accepted, self._tried, strict=True):
             chance *= accepted / tried
@@ -200,13 +204,19 @@ class AdaptiveLength:
         accepted: Sequence[int],
         step_s: float | None,
         sources: Sequence[int] = (),
+        *,
+        share: float | None = None,
     ) -> None:
         """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed).
-        There is one source: `sources` is for `SourceLengths`."""
+        There is one source: `sources` is for `SourceLengths`, and so is `share`, of rows that any source drafted."""
         longest = max(drafted, default=0)
         if longest:
             self._off_bucket = None
             self._learn(drafted, accepted)
+            bucket = _bucket(max(1, batch))
+            now = _share(drafted) if share is None else share
+            before = self._shares.get(bucket, now)
+            self._shares[bucket] = before + (1.0 - _DECAY) * (now - before)
         if step_s is not None and step_s > 0 and batch > 0:
             self._costs.add(_bucket(batch), longest, step_s)
 
@@ -255,13 +265,19 @@ class SourceLengths:
         sources: Sequence[int] = (),
     ) -> None:
         """As `AdaptiveLength.record`; `sources` per row, () where nothing was proposed."""
+        share = _share(drafted)
         drawn = {source for source, columns in zip(sources, drafted, strict=True) if columns} if sources else set()
         for source, lengths in enumerate(self._by_source):
             if source in drawn:
                 own = [columns if s == source else 0 for columns, s in zip(drafted, sources, strict=True)]
-                lengths.record(batch, own, accepted, step_s if source == min(drawn) else None)
+                lengths.record(batch, own, accepted, step_s if source == min(drawn) else None, share=share)
             elif not drawn:
                 lengths.record(batch, drafted, accepted, step_s)
+
+
+def _share(drafted: Sequence[int]) -> float:
+    """Of rows that have a draft."""
+    return sum(columns > 0 for columns in drafted) / max(1, len(drafted))
 
 
 def _bucket(batch: int) -> int:
