@@ -5,7 +5,8 @@ With a_j the chance that position j is accepted once j - 1 was, and t(m) the sec
     speed(m) = (1 + c · sum over i <= m of a_1 · … · a_i) / t(m)
 
 and the length with the highest speed is taken. c is the share of rows that have a draft in a step that drafts: where
-look-up finds something for one row of four, all four pay for the step and one gains. All are measured while serving. At
+look-up finds something for one row of four, all four pay for the step and one gains. Of several
+sources each counts its own rows against the whole step, which is on the safe side. All are measured while serving. At
 length 0 the drafter is probed again from time to time, ever more rarely while it does not pay. A request's text never
 depends on any of this, and the reserve stays at its maximum (01), so a switch moves no page.
 
@@ -204,17 +205,15 @@ class AdaptiveLength:
         accepted: Sequence[int],
         step_s: float | None,
         sources: Sequence[int] = (),
-        *,
-        share: float | None = None,
     ) -> None:
         """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed).
-        There is one source: `sources` is for `SourceLengths`, and so is `share`, of rows that any source drafted."""
+        There is one source: `sources` is for `SourceLengths`."""
         longest = max(drafted, default=0)
         if longest:
             self._off_bucket = None
             self._learn(drafted, accepted)
             bucket = _bucket(max(1, batch))
-            now = _share(drafted) if share is None else share
+            now = sum(columns > 0 for columns in drafted) / len(drafted)
             before = self._shares.get(bucket, now)
             self._shares[bucket] = before + (1.0 - _DECAY) * (now - before)
         if step_s is not None and step_s > 0 and batch > 0:
@@ -265,19 +264,13 @@ class SourceLengths:
         sources: Sequence[int] = (),
     ) -> None:
         """As `AdaptiveLength.record`; `sources` per row, () where nothing was proposed."""
-        share = _share(drafted)
         drawn = {source for source, columns in zip(sources, drafted, strict=True) if columns} if sources else set()
         for source, lengths in enumerate(self._by_source):
             if source in drawn:
                 own = [columns if s == source else 0 for columns, s in zip(drafted, sources, strict=True)]
-                lengths.record(batch, own, accepted, step_s if source == min(drawn) else None, share=share)
+                lengths.record(batch, own, accepted, step_s if source == min(drawn) else None)
             elif not drawn:
                 lengths.record(batch, drafted, accepted, step_s)
-
-
-def _share(drafted: Sequence[int]) -> float:
-    """Of rows that have a draft."""
-    return sum(columns > 0 for columns in drafted) / max(1, len(drafted))
 
 
 def _bucket(batch: int) -> int:
