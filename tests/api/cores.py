@@ -33,14 +33,21 @@ class PacedCore(EngineCore):
         return super().step()
 
     def _plan(self) -> StepPlan | None:
-        if self._hold is not None and self._hold.exists():
-            if self._since_hold >= int(self._hold.read_text()):
-                return None
-        else:
+        allowed = self._allowed()
+        if allowed is None:
             self._since_hold = 0
+        elif self._since_hold >= allowed:
+            return None
         plan = super()._plan()
         self._since_hold += plan is not None
         return plan
+
+    def _allowed(self) -> int | None:
+        """Steps while the file is there; it may go at any moment."""
+        try:
+            return None if self._hold is None else int(self._hold.read_text())
+        except FileNotFoundError:
+            return None
 
 
 class TinyCore(PacedCore):
