@@ -283,11 +283,11 @@ void embed(const Weight& w, int64_t id, float factor, float* out) {
         const int packed = block[64 * ((i % 16) / 4) + 4 * lane + i % 4];
         code = i < 16 ? packed & 15 : packed >> 4;
         if (w.kind == kInt5) {
-          const int word = i < 16 ? i / 4 : 4 + (i - 16) / 4, bit = 4 * lane + i % 4;
-          code += 16 * (block[256 + 8 * word + bit / 8] >> (bit % 8) & 1) - 16;
+          const int bit = place_of(lane, i);
+          code += 16 * (block[256 + bit / 8] >> (bit % 8) & 1) - 16;
         }
       } else {
-        code = (int)block[64 * (i / 4) + 4 * lane + i % 4] - 128;
+        code = (int)block[place_of(lane, i)] - 128;
       }
       out[g * kGroup + i] = factor * (d * (float)code + m);
     }

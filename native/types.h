@@ -3,8 +3,8 @@
 // Packed weights (all instruction sets read the same bytes). Outputs come in blocks of 16, inputs in groups of 32:
 //   int4  per (block, group): 4 x 64 bytes of nibbles; vector j holds for 16 outputs the four inputs 4j..4j+3 in the
 //         low nibbles and 16+4j..16+4j+3 in the high ones; then 16 fp16 scales, then 16 fp16 minima      = 320 bytes
-//   int5  per (block, group): nibbles as int4 of code+16, then 8 x 64 high bits in the order of the bytes (vector j's low
-//         nibbles are word j, its high ones word 4+j), then 16 fp16 scales                                = 352 bytes
+//   int5  per (block, group): nibbles as int4 of code+16, then 64 bytes of high bits, bit k for what is byte k in int8;
+//         then 16 fp16 scales                                                                             = 352 bytes
 //   int8  per (block, group): 8 x 64 bytes; vector j holds for 16 outputs the inputs 4j..4j+3 as code+128;
 //         then 16 fp16 scales, then 16 fp16 minima                                                        = 576 bytes
 //         (the minima are left out when the matrix has none                                               = 544 bytes)
@@ -26,6 +26,8 @@ enum Kind : int { kInt4 = 0, kInt8 = 1, kBf16 = 2, kFp32 = 3, kInt5 = 4 };
 
 // Bytes of the codes of one packed (block, group), and whether they are codes at all.
 constexpr int code_bytes(Kind kind) { return kind == kInt4 ? 256 : kind == kInt5 ? 320 : 512; }
+// Place of an input of one output: the byte in int8, the bit among the high bits of int5.
+constexpr int place_of(int lane, int i) { return 64 * (i / 4) + 4 * lane + i % 4; }
 constexpr bool is_quantised(Kind kind) { return kind == kInt4 || kind == kInt5 || kind == kInt8; }
 
 struct Weight {

@@ -81,8 +81,8 @@ Slabs& slabs() {
 
 // The fifth bit of input i of an output.
 void set_high_bit(uint8_t* group, int lane, int i) {
-  const int word = i < 16 ? i / 4 : 4 + (i - 16) / 4, bit = 4 * lane + i % 4;
-  group[256 + 8 * word + bit / 8] |= (uint8_t)(1 << (bit % 8));
+  const int bit = place_of(lane, i);
+  group[256 + bit / 8] |= (uint8_t)(1 << (bit % 8));
 }
 
 void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum) {
@@ -94,7 +94,7 @@ void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const u
     for (int g = 0; g < groups; g++, to += group_bytes) {
       if (o >= w.out) {  // padding: code 0 with scale 0
         if (w.kind == kInt8)
-          for (int i = 0; i < kGroup; i++) to[64 * (i / 4) + 4 * lane + i % 4] = 128;
+          for (int i = 0; i < kGroup; i++) to[place_of(lane, i)] = 128;
         if (w.kind == kInt5)
           for (int i = 0; i < kGroup; i++) set_high_bit(to, lane, i);
         continue;
@@ -105,7 +105,7 @@ void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const u
         if (w.kind != kInt8)
           to[64 * ((i % 16) / 4) + 4 * lane + i % 4] |= (uint8_t)(i < 16 ? c[i] & 15 : (c[i] & 15) << 4);
         else
-          to[64 * (i / 4) + 4 * lane + i % 4] = (uint8_t)(c[i] ^ 128);
+          to[place_of(lane, i)] = (uint8_t)(c[i] ^ 128);
       }
       std::memcpy(to + bytes + 2 * lane, scale + (size_t)o * groups + g, 2);
       if (w.minimum && minimum) std::memcpy(to + bytes + 32 + 2 * lane, minimum + (size_t)o * groups + g, 2);
