@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import math
+import sys
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +26,20 @@ from octavo.spec.drafter import Observation, ProposeBatch
 VOCAB, HIDDEN, LAYERS = 96, 32, 6
 TARGET = ModelConfig("llama", VOCAB, HIDDEN, 64, LAYERS, 4, 2, 16, 512, rope=RopeConfig(10000.0))
 SHAPE = LayerShape(HIDDEN, 48, 4, 2, 16, 1e-5)
+
+
+@contextlib.contextmanager
+def training_readers_stood_in_for() -> Iterator[None]:
+    """`speculators` imports readers of training data, which nothing here touches and which need not be installed."""
+    absent = [name for name in ("datasets", "hs_connectors") if importlib.util.find_spec(name) is None]
+    for name in absent:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__getattr__ = lambda attribute: object  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 class TinyTarget:

@@ -8,9 +8,6 @@ be seen. The packages are pinned and installed without their dependencies (tests
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,16 +74,9 @@ def our_eagle_logits(weights: DraftWeights, base: int, steps: int = 3) -> list[t
 
 
 def speculators_model(config: EagleConfig) -> Any:
-    """Their model. Their package imports readers of training data, which nothing here touches: stood in for."""
-    absent = [n for n in ("datasets", "hs_connectors") if importlib.util.find_spec(n) is None]
-    for name in absent:
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__getattr__ = lambda attribute: object  # type: ignore[method-assign]
-    try:
+    """Their model."""
+    with ref.training_readers_stood_in_for():
         from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    finally:
-        for name in absent:
-            del sys.modules[name]
     from transformers import LlamaConfig
 
     shape = config.layer

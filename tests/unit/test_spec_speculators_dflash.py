@@ -6,9 +6,6 @@ windows are wider than the text here; test_spec_independent.py compares narrow o
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +36,9 @@ FLAGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of the layer, of the d
 
 
 def model(layer_flags: dict[str, Any], flags: dict[str, Any]) -> Any:
-    """Their model. Their package imports readers of training data, which nothing here touches: stood in for."""
-    absent = [n for n in ("datasets", "hs_connectors") if importlib.util.find_spec(n) is None]
-    for name in absent:
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__getattr__ = lambda attribute: object  # type: ignore[method-assign]
-    try:
+    """Their model."""
+    with ref.training_readers_stood_in_for():
         from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
-    finally:
-        for name in absent:
-            del sys.modules[name]
     from transformers import Qwen3Config
 
     rope = {"rope_type": "default", "rope_theta": 10000.0}

@@ -160,8 +160,7 @@ class AdaptiveLength:
         """Whether a length that was not measured would beat plain decode if its tokens cost next to nothing."""
         short, plain = self._probe_length(), self._costs.of(bucket, 0)
         least = self._costs.of(bucket, short) + _LEAST_ROW_COST * plain * (length - short)
-        gain = self.expected_tokens()[min(length, self._depth)] - 1.0
-        return (1.0 + self._shares.get(bucket, 1.0) * gain) * plain > _GAIN * least
+        return self._row_tokens(bucket)[min(length, self._depth)] * plain > _GAIN * least
 
     def _probe_length(self) -> int:
         """What would pay if the drafter were as good as hoped, and cheap to try."""
@@ -176,16 +175,20 @@ class AdaptiveLength:
 
     def best_length(self, batch: int) -> int:
         """The length with the highest expected speed; 0 unless drafting beats plain decode by 2 %."""
-        expected, bucket = self.expected_tokens(), _bucket(max(1, batch))
-        share = self._shares.get(bucket, 1.0)
+        bucket = _bucket(max(1, batch))
+        tokens = self._row_tokens(bucket)
         plain = 1.0 / self._costs.of(bucket, 0)
         best, best_speed = 0, plain * _GAIN
         for length in self._lengths[1:]:
-            tokens = 1.0 + share * (expected[min(length, self._depth)] - 1.0)
-            speed = tokens / self._costs.of(bucket, length)
+            speed = tokens[min(length, self._depth)] / self._costs.of(bucket, length)
             if speed > best_speed:
                 best, best_speed = length, speed
         return best
+
+    def _row_tokens(self, bucket: int) -> list[float]:
+        """`expected_tokens` of a row in a step of such a batch, where it may have no draft."""
+        share = self._shares.get(bucket, 1.0)
+        return [1.0 + share * (tokens - 1.0) for tokens in self.expected_tokens()]
 
     def expected_tokens(self) -> list[float]:
         """Expected output tokens of a row that has a draft, by accepted depth allowed: index 0 is plain decode."""

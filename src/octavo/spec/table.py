@@ -131,7 +131,6 @@ class TableDrafter:
     kv_layers = 0
     key_mode = "token"
     taps: tuple[int, ...] = ()
-    top_k = 1
 
     def __init__(self, table: NgramTable, *, draft_tokens: int) -> None:
         if not 1 <= draft_tokens <= 63:
