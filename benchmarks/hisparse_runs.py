@@ -105,7 +105,7 @@ class Bench:
         view.backed.fill_(pages)
         for row in range(rows):
             summarise_host_pages(view, self.kv.full_table[row, :pages].long())
-        kv = self.kv
+        kv = replace(self.kv, full=None)
         if net.full_layers:
             kv = make_kv(net, PoolSizes(rows * self.width, 0), max_rows=rows, width_pages=self.width)
             if kv.full is not None:

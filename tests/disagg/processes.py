@@ -73,6 +73,12 @@ def rooms(server: Server) -> dict[str, int]:
     return dict(server.books()["disaggregation"]["rooms"])
 
 
+def failure_of(answer: httpx.Response) -> str:
+    """The error in a prefill server's half of an answer, whose headers were sent before anything could fail."""
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["error"]["message"])
+
+
 def kill_tree(server: Server, number: int = signal.SIGKILL) -> None:
     """A signal to the engine process and its HTTP process, as when a machine stops or dies."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.api.serving import Server, free_port, running, until, wait_ready
 from tests.clock import running_time
-from tests.disagg.processes import Trio, kill_tree, routing, trio
+from tests.disagg.processes import Trio, failure_of, kill_tree, routing, trio
 
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 
@@ -152,8 +152,8 @@ def test_prefill_killed_and_restarted(tmp_path: Path, alone: list[str]) -> None:
 
 
 def test_a_dead_prefill_server_as_clients_of_the_router_see_it(tmp_path: Path, alone: list[str]) -> None:
-    """Killed: everybody it owed a prompt hears of it within 5 s, what decodes goes on. Stopped: the router's health
-    check takes it out, so that nobody new is sent to it, and back in."""
+    """Stopped or killed: everybody it owed a prompt hears of it within 5 s, what decodes goes on. Stopped: the router's
+    health check takes it out, so that nobody new is sent to it, and back in."""
     with trio(tmp_path, router=True, env=SLOW, prefill={"prefill_chunk": 16, "max_batched_tokens": 16}) as servers:
         def ask(prompt: str, tokens: int, stream: bool = False) -> tuple[int, str, float]:
             body = {**GREEDY, "prompt": prompt, "max_tokens": tokens, "stream": stream}
@@ -163,7 +163,19 @@ def test_a_dead_prefill_server_as_clients_of_the_router_see_it(tmp_path: Path, a
         def ready() -> bool:
             return httpx.get(servers.router + "/readiness", timeout=30).status_code == 200
 
-        kill_tree(servers.prefill, signal.SIGSTOP)
+        def owing(pool: concurrent.futures.Executor, first: int, number: signal.Signals) -> None:
+            """The signal goes to a prefill server that has two prompts to compute, one of them for a stream."""
+            with servers.holding():
+                owed = [pool.submit(ask, words(first + stream, 200, 300), 4, stream) for stream in (False, True)]
+                servers.until("transferring", 2, side="decode")
+                kill_tree(servers.prefill, number)
+            sent_s = running_time.now()
+            for call in owed:
+                status, text, at_s = call.result()
+                assert at_s - sent_s < 5.0 and "error" in text and (status == 502 or "data: " in text), (status, text)
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            owing(pool, 60, signal.SIGSTOP)
         until(lambda: not ready())
         asked_s = running_time.now()
         status, text, at_s = ask(words(1), 12)
@@ -175,14 +187,7 @@ def test_a_dead_prefill_server_as_clients_of_the_router_see_it(tmp_path: Path, a
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             decoding = pool.submit(ask, words(9), 400)
             servers.until("running", side="decode")
-            with servers.holding():
-                owed = [pool.submit(ask, words(50 + i, 200, 300), 4, stream) for i, stream in enumerate((False, True))]
-                servers.until("transferring", 2, side="decode")
-                kill_tree(servers.prefill)
-            killed_s = running_time.now()
-            for call in owed:
-                status, text, at_s = call.result()
-                assert at_s - killed_s < 5.0 and "error" in text and (status == 502 or "data: " in text), (status, text)
+            owing(pool, 50, signal.SIGKILL)
             assert not decoding.done()
             assert decoding.result()[0] == 200
         servers.decode.wait_idle()
@@ -198,7 +203,7 @@ def test_decode_killed(tmp_path: Path, alone: list[str]) -> None:
             calls = [pool.submit(s.post, "/v1/completions", body) for s in (servers.prefill, servers.decode)]
             servers.until("computing")
             kill_tree(servers.decode)
-            assert calls[0].result().status_code == 502
+            assert "is gone" in failure_of(calls[0].result())
         other = servers.decodes[1]
         first, second = servers.both("/v1/completions", {**GREEDY, "prompt": words(2), "max_tokens": 12}, decode=other)
         assert first.status_code == 200 and second.json()["choices"][0]["text"] == alone[2]
@@ -233,4 +238,4 @@ def test_a_server_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         first, second = servers.both("/v1/completions", {**GREEDY, "prompt": "x", "max_tokens": 2, "stream": False},
                                      timeout_s=200)
         assert second.status_code == 502 and "page size: prefill has 16, decode has 32" in second.text
-        assert first.status_code in (502, 504)
+        assert failure_of(first)

@@ -25,7 +25,7 @@ class DraftRun(NamedTuple):
 
 COLUMNS: dict[str, tuple[object, ...]] = {
     "model": ("smollm2", "gemma3-270m"),
-    "draft": ("scripted", "ngram", "eagle3", "tree", "dflash"),
+    "draft": ("scripted", "ngram", "eagle3", "tree", "dflash", "ngram+table"),
     "page_size": (1, 16, 64, 256),
     "length": (1, 3, 5, 8),
     "overlap": (False, True),
@@ -74,5 +74,9 @@ RUNS = [
         ("smollm2", "ngram", 256, 5, False, True, 8, "mixed", 24),
         ("smollm2", "scripted", 64, 3, False, True, 5, "greedy", 24),
         ("smollm2", "tree", 16, 1, True, True, 5, "sampled", 512),
+        ("smollm2", "ngram+table", 1, 3, False, True, 8, "mixed", 512),
+        ("gemma3-270m", "ngram+table", 16, 8, True, False, 1, "greedy", 24),
+        ("smollm2", "ngram+table", 64, 5, True, False, 5, "sampled", 24),
+        ("smollm2", "ngram+table", 256, 1, False, True, 2, "greedy", 512),
     )
 ]

@@ -63,6 +63,9 @@ def test_depth_prompts_are_exact_distinct_and_repeatable() -> None:
     assert len(seen) == len(set(seen)) == 20
     assert {len(p) for p in seen} == {128}
     assert prompts.groups(case, 3) == DepthPrompts(words).groups(case, 3)
+    many = DepthPrompts(words, 3)
+    starts = [tuple(p) for repeat in range(5) for group in many.groups(case, repeat) for p in group]
+    assert len(starts) == len(set(starts)) == 60 and [len(g) for g in many.groups(case, 0)] == [4, 4, 4]
 
 
 def test_a_depth_beyond_the_text_is_refused() -> None:
@@ -119,10 +122,13 @@ def test_engines_take_turns_after_a_warm_up() -> None:
 
         def close(self) -> None: ...
 
-    measure.measure(
-        [Named("a"), Named("b")], [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words)}, 3, lambda _: None
+    told: list[str] = []
+    lines = measure.measure(
+        [Named("a"), Named("b")], [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words, 3)}, 2, told.append
     )
-    assert "".join(order) == "ab" + "ababab"
+    assert "".join(order) == "ab" + 2 * "abbaab", "group by group, each as often the first as it can be"
+    assert [len(line.output_ids) for line in lines] == [3, 3] and len(lines[0].speed) == 2
+    assert "repeat 2 of 2, prompts 3 of 3" in told[-1]
 
 
 def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() -> None:
@@ -133,11 +139,20 @@ def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() ->
     ratios = document["lines"][0]["ratios"], document["lines"][1]["ratios"]
     assert ratios[0] == {"llama.cpp": pytest.approx(2.0)}
     assert ratios[1]["plain"] == pytest.approx(1.5) and ratios[1]["identical_to_plain"] == 0.0
-    assert document["lines"][2]["ratios"] == {}
+    assert document["lines"][2]["ratios"] == {} == document["lines"][2]["ratios_by_repeat"]
     assert {"commit", "command", "cpu", "versions", "date", "schema"} <= set(document)
     text = record.table([ours, draft, slow, fast])
     assert "2.00 × llama.cpp" in text and "(0% identical)" in text and "80.0" not in text
     json.dumps(document)
+
+
+def test_ratios_are_told_round_by_round() -> None:
+    """A machine that gets slower voids both lines; how they compare in each round still says something."""
+    ours, theirs = line([200, 100, 150]), line([100, 50, 50], "llama.cpp")
+    document = record.document([ours, theirs], {}, {"name": "m"}, {})
+    assert document["lines"][0]["void"] and document["lines"][0]["ratios"] == {"llama.cpp": pytest.approx(3.0)}
+    assert document["lines"][0]["ratios_by_repeat"] == {"llama.cpp": pytest.approx([2.0, 2.0, 3.0])}
+    assert "3.00 × llama.cpp (2.00–3.00)" in record.table([ours, theirs])
 
 
 def test_divergences_name_the_place_and_the_margin() -> None:

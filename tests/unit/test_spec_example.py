@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError
@@ -132,3 +134,77 @@ def test_the_example_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted, accepted = answer("drafter:Bigram", prompt)
     assert drafted == plain and none == 0 < accepted
     sys.modules.pop("drafter", None)
+
+
+def chain(tokens: list[int], lengths: object = None, **more: object) -> Draft:
+    return Draft(torch.tensor([tokens]), more.get("parents"), more.get("depths"),  # type: ignore[arg-type]
+                 (len(tokens),) if lengths is None else lengths)  # type: ignore[arg-type]
+
+
+def tree(parents: list[int], depths: list[int]) -> Draft:
+    return chain([1] * len(parents), parents=torch.tensor([parents]), depths=torch.tensor([depths]))
+
+
+def raises() -> Draft:
+    raise ZeroDivisionError("in propose")
+
+
+PROPOSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "nothing": (lambda: None, "propose returned NoneType"),
+    "error": (raises, "ZeroDivisionError: in propose"),
+    "list": (lambda: Draft([[1]], None, None, (1,)), "tokens of a draft for 1 rows are int64"),  # type: ignore[arg-type]
+    "float": (lambda: Draft(torch.ones(1, 2), None, None, (2,)), "float32"),
+    "rows": (lambda: Draft(torch.ones(2, 2, dtype=torch.int64), None, None, (2, 2)), "for 1 rows"),
+    "length": (lambda: chain([1, 2], (3,)), "drafts 3 tokens, allowed: 0 to 2"),
+    "negative length": (lambda: chain([1, 2], (-1,)), "drafts -1 tokens"),
+    "no length": (lambda: chain([1, 2], ()), "1 whole numbers"),
+    "too long": (lambda: chain([1] * 20), "drafts 20 tokens, allowed: 0 to 4"),
+    "token": (lambda: chain([1, 10**9]), "drafts token 1000000000"),
+    "negative token": (lambda: chain([-1]), "drafts token -1"),
+    "no depths": (lambda: chain([1], parents=torch.zeros(1, 1, dtype=torch.int64)), "depths of a draft"),
+    "own parent": (lambda: tree([0, 2], [1, 2]), "parent of column 1 is node 2"),
+    "depth": (lambda: tree([0, 1], [1, 1]), "depth of column 1 is 1, behind its parent it is 2"),
+}
+
+
+class Faulty(Odd):
+    """Proposes what it is told to; `observe` and `end` are of no interest."""
+
+    said = "nothing"
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        return PROPOSALS[self.said][0]()  # type: ignore[return-value]
+
+
+class Stumbles(Odd):
+    """Falls over while it looks at what the target has computed."""
+
+    def observe(self, observation: Observation) -> None:
+        raise KeyError("row")
+
+
+@pytest.mark.parametrize("said", PROPOSALS)
+def test_a_faulty_proposal_ends_the_drafts_and_not_the_request(
+    said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Faulty, "said", said)
+    assert answer(f"{__name__}:Faulty", [3, 1, 4]) == (answer("none", [3, 1, 4])[0], 0)
+    told = [record.getMessage() for record in caplog.records if record.name == "octavo.spec"]
+    assert len(told) == 1 and f"{__name__}:Faulty" in told[0] and PROPOSALS[said][1] in told[0], told
+
+
+def test_a_drafter_that_fails_elsewhere_is_left_alone_too(caplog: pytest.LogCaptureFixture) -> None:
+    assert answer(f"{__name__}:Stumbles", [3, 1, 4])[0] == answer("none", [3, 1, 4])[0]
+    assert "KeyError: 'row'; from now on nothing is drafted" in caplog.text
+
+
+@pytest.mark.parametrize(("option", "value"), [("draft_topk", 4), ("draft_steps", 3)])
+@pytest.mark.parametrize("draft", ["ngram", "auto", "drafter:Bigram"])
+def test_tree_options_that_nobody_heeds_are_refused(
+    draft: str, option: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    given: dict[str, Any] = {option: value}
+    with pytest.raises(ConfigError, match="only with --draft eagle3") as caught:
+        engine(draft=draft, **given)
+    assert caught.value.option == option

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
@@ -11,10 +14,11 @@ from starlette.routing import Route
 
 from octavo._version import __version__
 from octavo.api import admin, chat, completions, errors
-from octavo.api.disconnect import EventStream, unless_gone
+from octavo.api.disconnect import EventStream, JsonLater, unless_gone
 from octavo.api.middleware import Gate
 from octavo.api.schema import BODIES, ChatRequest, CompletionRequest
 from octavo.api.service import Service
+from octavo.errors import OctavoError
 
 if TYPE_CHECKING:
     from octavo.api.chat import Chat
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from octavo.config import ServerConfig
     from octavo.engine.client import EngineClient
 
+logger = logging.getLogger("octavo.api")
+json_encoder = msgspec.json.Encoder()
 router = APIRouter()
 _ERRORS = {code: {"description": what} for code, what in {
     400: "the request is wrong; the message names the field", 404: "unknown model", 413: "the body is too large",
@@ -46,10 +52,23 @@ async def _respond(request: Request, call: Chat | Completion, stream: bool) -> R
     await unless_gone(request, call.start())
     if stream:
         return EventStream(call.events(), call.close)
+    if call.service.config.role == "prefill":
+        return JsonLater(_half(call), call.close)
     try:
         return JSONResponse(await unless_gone(request, call.answer()))
     finally:
         call.close()
+
+
+async def _half(call: Chat | Completion) -> AsyncGenerator[bytes, None]:
+    """A prefill server's half of an answer. A router waits for the headers of both halves: where this server stops in
+    the middle of a request, its headers are there already and the decode server's half tells the client."""
+    try:
+        value = await call.answer()
+    except OctavoError as error:
+        logger.error("%s: %s", call.id, error)
+        value = errors.body_of(error)
+    yield json_encoder.encode(value)
 
 
 def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:

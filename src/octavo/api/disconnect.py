@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE_S = 15.0  # proxies and clients close a connection on which nothing comes, often after 30 to 60 s
-_KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients of event streams skip
 
 T = TypeVar("T")
 
@@ -49,10 +48,12 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Server-sent events out of an iterator of ready-made blocks. Closed, with all it holds, when the client leaves.
 
-    While no block comes (a request waits in the queue, a long prompt is computed) a comment goes out now and then.
+    The headers go out at once. While no block comes (a request waits in the queue, a long prompt is computed) a comment
+    goes out now and then.
     """
 
     media_type = "text/event-stream"
+    keep_alive = b": waiting\n\n"  # a comment, which clients of event streams skip
 
     def __init__(
         self, blocks: AsyncGenerator[bytes, None], close: Callable[[], None], keep_alive_s: float = KEEP_ALIVE_S
@@ -97,6 +98,13 @@ class EventStream(Response):
             left_s = self._sent_s + self._keep_alive_s - time.monotonic()
             if left_s <= 0:
                 self._sent_s = time.monotonic()
-                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self.keep_alive, "more_body": True})
             else:
                 await asyncio.sleep(left_s)
+
+
+class JsonLater(EventStream):
+    """One JSON value whose headers go out before it is known: what fails then is in the value, not in the status."""
+
+    media_type = "application/json"
+    keep_alive = b"\n"  # JSON may begin with space

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,24 +117,36 @@ class Call:
         self.request = request
         self.stream: RequestStream = service.client.submit(request)
         self._metrics, self._rates = service.metrics, service.rates
+        self._lands = service.config.role == "decode"
         self._span = traces.begin(request.request_id, len(request.prompt_token_ids), request.params.n)
         self._last_s: dict[int, float] = {}
         self._open = request.params.n
 
     async def accepted(self) -> None:
-        """Until the engine has queued the request. Raises its refusal, or `EngineDead`; close the call then."""
+        """Until the engine has queued the request; on a decode server, until KV and first token of every choice have
+        landed, so that a stream, too, reports a prefill server that is gone as its status: behind headers that are sent
+        a router would wait for the other half. Raises the engine's refusal, or `EngineDead`; close the call then."""
         await asyncio.shield(self.stream.accepted)
+        if self._lands:
+            with self._counting_errors():
+                await self.stream.begun()
 
-    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+    @contextlib.contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        """What ends here in an error is counted once for every choice that was open."""
         try:
-            async for delta in self.stream:
-                self._observe(delta)
-                yield delta
+            yield
         except OctavoError:
             for _ in range(self._open):
                 self._metrics.count_finish("error")
             self._open = 0
             raise
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceDelta]:
+        with self._counting_errors():
+            async for delta in self.stream:
+                self._observe(delta)
+                yield delta
 
     def close(self) -> None:
         """Stop now: what still runs is aborted in the engine."""

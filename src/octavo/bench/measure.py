@@ -1,7 +1,8 @@
 """Alternating repeats, medians and spreads.
 
-Every engine runs each case once as a warm-up, then the engines take turns for `repeats` rounds, so that a machine
-that slows down slows all of them. The median counts; where the range is more than a tenth of it, the line is void.
+Every engine runs each case once as a warm-up, then the engines take turns, group of prompts by group, for `repeats`
+rounds, so that a machine that slows down slows all of them. The median counts; where the range is more than a tenth of
+it, the line is void.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from octavo.bench.engines import Engine, Sample
 from octavo.bench.workload import Case
 
 VOID_SPREAD = 0.10
+TOLD = 4  # times that progress is told in one repeat
 
 
 class Prompts(Protocol):
@@ -154,9 +156,15 @@ def measure(
             engine.run(prompts[case.kind].groups(case, repeats)[0], case)
         for repeat in range(repeats):
             groups = prompts[case.kind].groups(case, repeat)
-            for engine, line in zip(engines, row, strict=True):
-                progress(f"{case.label}: {engine.name} {engine.mode}, {repeat + 1} of {repeats}")
-                line.add([engine.run(group, case) for group in groups], groups)
+            samples: list[list[Sample]] = [[] for _ in engines]
+            for number, group in enumerate(groups):
+                if number * TOLD // len(groups) != (number - 1) * TOLD // len(groups):
+                    progress(f"{case.label}: repeat {repeat + 1} of {repeats}, prompts {number + 1} of {len(groups)}")
+                for turn in range(len(engines)):  # nobody always runs behind the same other one
+                    at = (number + turn) % len(engines)
+                    samples[at].append(engines[at].run(group, case))
+            for line, own in zip(row, samples, strict=True):
+                line.add(own, groups)
         lines.extend(row)
     return lines
 

@@ -86,21 +86,38 @@ def document(
         "engines": engines,
         "seeds": seeds,
         "peak_memory_bytes": peak_memory_bytes(),
-        "lines": [line.summary() | {"ratios": _ratios(line, lines)} for line in lines],
+        "lines": [
+            line.summary() | {"ratios": _ratios(line, lines), "ratios_by_repeat": _by_repeat(line, lines)}
+            for line in lines
+        ],
+    }
+
+
+def _others(line: Line, lines: Sequence[Line]) -> dict[str, Line]:
+    """By name, whom a line of this engine is compared with: each other engine's plain line, and its own plain one."""
+    if line.engine != "octavo":
+        return {}
+    return {
+        other.engine if other.engine != "octavo" else "plain": other
+        for other in best_threads(lines)
+        if other.case == line.case and other is not line and other.mode == "plain"
+    }
+
+
+def _by_repeat(line: Line, lines: Sequence[Line]) -> dict[str, list[float]]:
+    """The ratio of every round, in which the engines took turns: what slows a machine for longer is not in it."""
+    return {
+        name: [a / b for a, b in zip(line.speed, other.speed, strict=True)]
+        for name, other in _others(line, lines).items()
     }
 
 
 def _ratios(line: Line, lines: Sequence[Line]) -> dict[str, float]:
-    """This engine's line over each other engine's plain line, and over its own plain one."""
-    if line.engine != "octavo":
-        return {}
-    ratios = {}
-    for other in best_threads(lines):
-        if other.case == line.case and other is not line and other.mode == "plain":
-            name = other.engine if other.engine != "octavo" else "plain"
-            ratios[name] = line.median / other.median
-            if name == "plain":
-                ratios["identical_to_plain"] = identical_share(line, other)
+    """This engine's line over those it is compared with."""
+    others = _others(line, lines)
+    ratios = {name: line.median / other.median for name, other in others.items()}
+    if "plain" in others:
+        ratios["identical_to_plain"] = identical_share(line, others["plain"])
     return ratios
 
 
@@ -114,8 +131,8 @@ def table(lines: Sequence[Line]) -> str:
     head = ["work", "engine", "mode", "threads", "tokens/s", "spread", "first token", "accept", "ratio"]
     rows = [head]
     for line in best_threads(lines):
-        ratios = _ratios(line, lines)
-        shown = ", ".join(f"{value:.2f} × {name}" for name, value in ratios.items() if name != "identical_to_plain")
+        ratios, rounds = _ratios(line, lines), _by_repeat(line, lines)
+        shown = ", ".join(f"{ratios[name]:.2f} × {name}{_range(each)}" for name, each in rounds.items())
         if ratios.get("identical_to_plain", 1.0) < 1.0:
             shown += f" ({ratios['identical_to_plain']:.0%} identical{_margins(line)})"
         rows.append(
@@ -132,6 +149,11 @@ def table(lines: Sequence[Line]) -> str:
             ]
         )
     return render(rows)
+
+
+def _range(ratios: Sequence[float]) -> str:
+    """The least and the largest ratio of a round."""
+    return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
 
 
 def _margins(line: Line) -> str:

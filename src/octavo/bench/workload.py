@@ -61,19 +61,20 @@ def text_sha256(text: str) -> str:
 class DepthPrompts:
     """Pieces of the source text of an exact length in tokens."""
 
-    def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
-        self.ids = list(encode(source_text()))
+    def __init__(self, encode: Callable[[str], Sequence[int]], count: int = 1) -> None:
+        """`count`: groups of a repeat."""
+        self.ids, self.count = list(encode(source_text())), count
 
     def groups(self, case: Case, repeat: int) -> list[list[list[int]]]:
-        """One group of `case.streams` prompts; stream s of repeat r starts at a place of its own."""
-        length = case.prompt_tokens or 1
+        """Groups of `case.streams` prompts; every prompt of every repeat starts at a place of its own."""
+        length, streams = case.prompt_tokens or 1, case.streams
         if length >= len(self.ids):
             raise ConfigError("--depth", length, f"allowed: below {len(self.ids)}, the length of the text")
         prompts = []
-        for stream in range(case.streams):
-            begin = (7919 * (repeat * case.streams + stream) + 104729 * length) % (len(self.ids) - length)
+        for number in range(self.count * streams):
+            begin = (7919 * (repeat * self.count * streams + number) + 104729 * length) % (len(self.ids) - length)
             prompts.append(self.ids[begin : begin + length])
-        return [prompts]
+        return [prompts[i : i + streams] for i in range(0, len(prompts), streams)]
 
 
 class ChatPrompts:

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--output-tokens", default="128", metavar="N", help="forced length of answers (default: 128)")
     work.add_argument("--temperature", default="0", metavar="X[,X]", help="0 is greedy (default: 0)")
     work.add_argument("--repeats", default="5", metavar="N", help="timed rounds after a warm-up (default: 5)")
+    work.add_argument("--turns", default="1", metavar="N", help="prompts of --depth and --prefill a round (default: 1)")
     peers = parser.add_argument_group("peers")
     peers.add_argument("--peer", metavar="NAME[,NAME]", help="llama.cpp, vllm, transformers: same ids, same run")
     peers.add_argument("--peer-python", metavar="PATH", help="the peer's interpreter (default: of `make peers`)")
@@ -166,7 +167,7 @@ def _speed(args: argparse.Namespace, config: EngineConfig) -> tuple[dict[str, An
             _progress(f"loading {config.model}, {mode}")
             engines.append(Ours(mode, config))
         tokenizer = engines[0].llm.tokenizer  # type: ignore[attr-defined]
-        prompts: dict[str, measure.Prompts] = {"depth": DepthPrompts(tokenizer.encode)}
+        prompts: dict[str, measure.Prompts] = {"depth": DepthPrompts(tokenizer.encode, _numbers(args, "turns", 1)[0])}
         if path is not None:
             prompts["chat"] = ChatPrompts(path, tokenizer.encode_chat, limit)
         engines += _peers(args, config, cases, prompts)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from pathlib import Path
@@ -50,6 +51,7 @@ class RequestStream:
         self._client = client
         self._open_choices = set(range(request.params.n))
         self._queue: asyncio.Queue[m.ChoiceDelta | OctavoError] = asyncio.Queue()
+        self._kept: deque[m.ChoiceDelta] = deque()  # taken out of the queue by `begun`, not yet read
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -84,14 +86,26 @@ class RequestStream:
         for index in sorted(self._open_choices):
             self.put(m.ChoiceDelta(self.request_id, index, "", [], finished=True, finish_reason="abort"))
 
+    async def begun(self) -> None:
+        """Until something of every choice can be read. Raises what comes instead."""
+        silent = set(self._open_choices)
+        while silent:
+            self._kept.append(await self._next())
+            silent.discard(self._kept[-1].index)
+
+    async def _next(self) -> m.ChoiceDelta:
+        item = await self._queue.get()
+        if isinstance(item, OctavoError):
+            raise item
+        if item.error is not None:
+            raise item.error.error()
+        return item
+
     async def __aiter__(self) -> AsyncIterator[m.ChoiceDelta]:
+        while self._kept:
+            yield self._kept.popleft()
         while not (self.done and self._queue.empty()):
-            item = await self._queue.get()
-            if isinstance(item, OctavoError):
-                raise item
-            if item.error is not None:
-                raise item.error.error()
-            yield item
+            yield await self._next()
 
     def close(self) -> None:
         """The reader has gone: free the request's pages at the engine's next step."""

@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.kv.sizing import DecodeReserve
+from octavo.spec.checked import CheckedDrafter
 from octavo.spec.draft_config import MAX_DRAFT_LAYERS
 from octavo.spec.drafter import Drafter
 from octavo.spec.lookup_first import LookupFirstDrafter, no_tree
@@ -52,6 +53,7 @@ class DraftPlan:
 def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     """Read the draft options. Raises ConfigError for a combination that cannot work, ModelError for a bad draft."""
     name = _resolve(config, loaded)
+    _check_tree_options(name, config)
     overlap = config.overlap_on
     if name == "none":
         return DraftPlan("none", DecodeReserve.plain(overlap=overlap))
@@ -72,6 +74,16 @@ def plan_draft(config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
     if name.startswith("ngram+"):
         return _lookup_first(_from_a_file(name.removeprefix("ngram+"), config, loaded), config, loaded)
     return _from_a_file(name, config, loaded)
+
+
+def _check_tree_options(name: str, config: EngineConfig) -> None:
+    """Steps and width of a tree are for EAGLE-3 and scripts. Raises ConfigError where nobody would heed them."""
+    if name in ("none", "scripted") or name.endswith("eagle3"):
+        return
+    for option, value in (("draft_steps", config.draft_steps), ("draft_topk", config.draft_topk)):
+        if value is not None and (option, value) != ("draft_topk", 1):
+            raise ConfigError(option, value, f"only with --draft eagle3; this engine drafts with {name} "
+                              "(--draft-tokens says how many tokens)")
 
 
 def _from_a_file(name: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
@@ -208,7 +220,7 @@ def _custom(path: str, config: EngineConfig, loaded: LoadedModel) -> DraftPlan:
         DecodeReserve(drafter.footprint_tokens, lag),
         drafter.kv_layers,
         drafter.key_mode,
-        make=lambda bound: drafter,
+        make=lambda bound: cast(Drafter, CheckedDrafter(drafter, path, loaded.config.vocab_size)),
         description=f"{path}, up to {drafter.max_draft_tokens} tokens",
     )
 
