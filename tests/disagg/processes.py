@@ -16,7 +16,8 @@ import httpx
 
 from tests.api.serving import ROOT, Server, free_port, hold, running, until, wait_ready
 
-HEALTH = ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "1", "--health-failure-threshold", "2"]
+HEALTH = ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "1", "--health-failure-threshold", "2",
+          "--disable-circuit-breaker"]
 _ROOMS = iter(range(1, 10**9))
 
 

@@ -238,4 +238,4 @@ def test_a_server_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         first, second = servers.both("/v1/completions", {**GREEDY, "prompt": "x", "max_tokens": 2, "stream": False},
                                      timeout_s=200)
         assert second.status_code == 502 and "page size: prefill has 16, decode has 32" in second.text
-        assert failure_of(first)
+        assert first.status_code == 400 or failure_of(first), "its room may have ended before it came"

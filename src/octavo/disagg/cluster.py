@@ -22,7 +22,8 @@ from octavo.errors import ConfigError, UserError
 READY_S = 600.0  # a large model takes its time
 WATCH_S = 1.0
 ROUTER_FLAGS = ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "1",
-                "--health-failure-threshold", "2", "--disable-retries"]  # fmt: skip
+                "--health-failure-threshold", "2", "--disable-retries",
+                "--disable-circuit-breaker"]  # fmt: skip
 
 
 class PartDown(UserError):
