@@ -18,11 +18,13 @@ bool cpu_runs(const std::string& name) {
     return cpu_runs("avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
+  if (name == "avx512bf16") return cpu_runs("avx512") && __builtin_cpu_supports("avx512bf16");
 #endif
   return name == "generic" || name == "neon";
 }
 
 const KernelTable* compiled(const std::string& name) {
+  if (name == "avx512bf16") return avx512bf16_kernels();
   if (name == "avx512") return avx512_kernels();
   if (name == "avx2") return avx2_kernels();
   if (name == "neon") return neon_kernels();
@@ -52,7 +54,7 @@ class Reader : public Job {
 const KernelTable* kernels_named(const std::string& name) { return cpu_runs(name) ? compiled(name) : nullptr; }
 
 const char* best_kernels() {
-  for (const char* name : {"avx512", "avx2", "neon"})
+  for (const char* name : {"avx512bf16", "avx512", "avx2", "neon"})
     if (kernels_named(name)) return name;
   return "generic";
 }

@@ -1,6 +1,8 @@
 // The kernels, written once over simd.h and dot.inl and compiled once per instruction set.
 // Row invariance: every output element is one fixed sequence of operations over its inputs; rows, blocks of
 // outputs and threads only choose which elements are computed when.
+#include <cstdlib>
+
 #include "simd.h"
 #include "dot.inl"
 #include "types.h"
@@ -66,16 +68,60 @@ inline void quant_tile(const LinearArgs& a, int block, int row) {
   for (int r = 0; r < R; r++) store_block(a, block, row + r, acc[r]);
 }
 
-template <int R, bool Bf16>
-inline void dense_tile(const LinearArgs& a, int block, int row) {
+template <int R>
+inline void fp32_tile(const LinearArgs& a, int block, int row) {
   const uint8_t* w = a.w->data + (size_t)block * a.w->block_bytes;
   const float* x = a.x + row * a.ldx;
   F acc[R];
   for (int r = 0; r < R; r++) acc[r] = f_set(0.0f);
-  for (int k = 0; k < a.w->in; k++, w += Bf16 ? 32 : 64) {
-    const F d = Bf16 ? f_bf16((const uint16_t*)w) : f_load((const float*)w);
+  for (int k = 0; k < a.w->in; k++, w += 64) {
+    const F d = f_load((const float*)w);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r] = f_fma(d, f_set(x[r * a.ldx + k]), acc[r]);
+  }
+  for (int r = 0; r < R; r++) store_block(a, block, row + r, acc[r]);
+}
+
+// Inputs of bf16 weights are rounded to bf16, two side by side. Of a pair the second product is added first, then the
+// first, each fused: what the dot product of a processor with AVX-512 BF16 does (but for results below 2^-126, which it
+// takes for zero).
+#if defined(__AVX512BF16__)
+using Rounded = uint16_t;
+inline Rounded rounded(float x) { return float_to_bf16(x); }
+#else
+using Rounded = float;
+inline Rounded rounded(float x) { return bf16_to_float(float_to_bf16(x)); }
+#endif
+
+template <int R>
+inline void bf16_tile(const LinearArgs& a, int block, int row) {  // a.x: rounded rows, an even number of columns
+  const uint8_t* w = a.w->data + (size_t)block * a.w->block_bytes;
+  const int64_t ldx = a.ldx;
+  const Rounded* x = (const Rounded*)(const void*)a.x + row * ldx;
+  F acc[R];
+  for (int r = 0; r < R; r++) acc[r] = f_set(0.0f);
+  for (int k = 0; k < a.w->in; k += 2, w += 64, x += 2) {
+#if defined(__x86_64__)
+    if (R < 3)  // as for codes
+      __builtin_prefetch(w + 2560, 0, 0);
+    else
+      __builtin_prefetch(w + 8192, 0, 2);
+#endif
+#if defined(__AVX512BF16__)
+    const auto d = (__m512bh)_mm512_loadu_si512(w);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t pair;
+      std::memcpy(&pair, x + r * ldx, 4);
+      acc[r].v = _mm512_dpbf16_ps(acc[r].v, d, (__m512bh)_mm512_set1_epi32(pair));
+    }
+#else
+    F even, odd;
+    f_bf16_pairs(w, &even, &odd);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      acc[r] = f_fma(even, f_set(x[r * ldx]), f_fma(odd, f_set(x[r * ldx + 1]), acc[r]));
+#endif
   }
   for (int r = 0; r < R; r++) store_block(a, block, row + r, acc[r]);
 }
@@ -107,13 +153,13 @@ struct Int8MinimumTile {
 struct Bf16Tile {
   template <int R>
   static void run(const LinearArgs& a, int block, int row) {
-    dense_tile<R, true>(a, block, row);
+    bf16_tile<R>(a, block, row);
   }
 };
 struct Fp32Tile {
   template <int R>
   static void run(const LinearArgs& a, int block, int row) {
-    dense_tile<R, false>(a, block, row);
+    fp32_tile<R>(a, block, row);
   }
 };
 
@@ -149,6 +195,43 @@ inline void over_rows(const LinearArgs& a, int block_begin, int block_end) {
   }
 }
 
+// Memory of one thread. No container: what a header instantiates here is compiled for this instruction set, and the
+// linker may keep that copy for everybody.
+struct Scratch {
+  Rounded* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+  Rounded* of(size_t n) {
+    if (n > size) {
+      std::free(data);
+      data = (Rounded*)std::malloc(n * sizeof(Rounded));
+      size = data ? n : 0;
+      if (!data) std::abort();
+    }
+    return data;
+  }
+};
+
+// Rows are rounded once for all blocks of a call.
+void linear_bf16(const LinearArgs& a, int block_begin, int block_end) {
+  static thread_local Scratch scratch;
+  const int in = a.w->in, padded = (in + 1) / 2 * 2;
+  Rounded* x = scratch.of((size_t)(kRowsTogether * padded));
+  for (int begin = 0; begin < a.rows; begin += kRowsTogether) {
+    LinearArgs some = a;
+    some.rows = a.rows - begin < kRowsTogether ? a.rows - begin : kRowsTogether;
+    for (int row = 0; row < some.rows; row++) {
+      for (int k = 0; k < in; k++) x[row * padded + k] = rounded(a.x[(begin + row) * a.ldx + k]);
+      if (padded > in) x[row * padded + in] = 0;
+    }
+    some.x = (const float*)(const void*)x;
+    some.ldx = padded;
+    some.out = a.out + begin * a.ldo;
+    if (a.residual) some.residual = a.residual + begin * a.ldr;
+    over_rows<Bf16Tile>(some, block_begin, block_end);
+  }
+}
+
 void linear(const LinearArgs& a, int block_begin, int block_end) {
   switch (a.w->kind) {
     case kInt4: over_rows<Int4Tile>(a, block_begin, block_end); break;
@@ -159,7 +242,7 @@ void linear(const LinearArgs& a, int block_begin, int block_end) {
       else
         over_rows<Int8Tile>(a, block_begin, block_end);
       break;
-    case kBf16: over_rows<Bf16Tile>(a, block_begin, block_end); break;
+    case kBf16: linear_bf16(a, block_begin, block_end); break;
     default: over_rows<Fp32Tile>(a, block_begin, block_end); break;
   }
 }
@@ -253,13 +336,8 @@ void softcap(float* x, float cap, int n) {
   for_lanes(n, [&](int i, int l) { store_lanes(x + i, f_mul(c, tanh_lanes(f_div(load_lanes(x + i, l), c))), l); });
 }
 
-void store_bf16(const float* x, int n, uint16_t* out) {  // round to nearest even, NaN kept
-  for (int i = 0; i < n; i++) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    out[i] = (uint16_t)(nan ? (bits >> 16) | 64u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-  }
+void store_bf16(const float* x, int n, uint16_t* out) {
+  for (int i = 0; i < n; i++) out[i] = float_to_bf16(x[i]);
 }
 
 void embed(const Weight& w, int64_t id, float factor, float* out) {
@@ -268,7 +346,7 @@ void embed(const Weight& w, int64_t id, float factor, float* out) {
   if (w.kind == kBf16 || w.kind == kFp32) {
     for (int k = 0; k < w.in; k++)
       out[k] = factor * (w.kind == kFp32 ? ((const float*)block)[k * 16 + lane]
-                                         : bf16_to_float(((const uint16_t*)block)[k * 16 + lane]));
+                                         : bf16_to_float(((const uint16_t*)block)[bf16_place(lane, k)]));
     return;
   }
   const int codes = code_bytes(w.kind), bytes = codes + (w.minimum ? 64 : 32);

@@ -38,6 +38,13 @@ inline float bf16_to_float(uint16_t b) {
   return out;
 }
 
+inline uint16_t float_to_bf16(float x) {  // to nearest, ties to even; NaN kept
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return (uint16_t)(nan ? (bits >> 16) | 64u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 inline float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 #if defined(__AVX512F__)
@@ -60,6 +67,11 @@ inline F f_fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F f_abs(F a) { return {_mm512_abs_ps(a.v)}; }
 inline F f_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+inline void f_bf16_pairs(const uint8_t* p, F* even, F* odd) {  // elements 2l and 2l+1 for lane l
+  const __m512i both = _mm512_loadu_si512(p);
+  even->v = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  odd->v = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000u)));
 }
 inline F f_half(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 // 2^n for the integral value n stored in t's low bits after adding 1.5 * 2^23
@@ -112,6 +124,12 @@ inline __m256 bf16_half(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline F f_bf16(const uint16_t* p) { return {bf16_half(p), bf16_half(p + 8)}; }
+inline void f_bf16_pairs(const uint8_t* p, F* even, F* odd) {  // elements 2l and 2l+1 for lane l
+  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+  const __m256i mask = _mm256_set1_epi32((int)0xffff0000u);
+  *even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+  *odd = {_mm256_castsi256_ps(_mm256_and_si256(a, mask)), _mm256_castsi256_ps(_mm256_and_si256(b, mask))};
+}
 inline F f_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 16)))};
 }
@@ -162,6 +180,13 @@ inline F f_min(F x, F y) { OCTAVO_EACH(vminq_f32(x.v[i], y.v[i])) }
 inline F f_fma(F x, F y, F z) { OCTAVO_EACH(vfmaq_f32(z.v[i], x.v[i], y.v[i])) }
 inline F f_abs(F x) { OCTAVO_EACH(vabsq_f32(x.v[i])) }
 inline F f_bf16(const uint16_t* p) { OCTAVO_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))) }
+inline void f_bf16_pairs(const uint8_t* p, F* even, F* odd) {  // elements 2l and 2l+1 for lane l
+  for (int i = 0; i < 4; i++) {
+    const uint32x4_t both = vreinterpretq_u32_u8(vld1q_u8(p + 16 * i));
+    even->v[i] = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
+    odd->v[i] = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000u)));
+  }
+}
 inline F f_half(const uint8_t* p) { OCTAVO_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p + 4 * i)))) }
 inline F f_exp2_bits(F t) {
   OCTAVO_EACH(vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vreinterpretq_s32_f32(t.v[i]), vdupq_n_s32(127)), 23)))
@@ -198,6 +223,13 @@ inline F f_min(F x, F y) { OCTAVO_EACH(x.v[i] < y.v[i] ? x.v[i] : y.v[i]) }
 inline F f_fma(F x, F y, F z) { OCTAVO_EACH(fma1(x.v[i], y.v[i], z.v[i])) }
 inline F f_abs(F x) { OCTAVO_EACH(std::fabs(x.v[i])) }
 inline F f_bf16(const uint16_t* p) { OCTAVO_EACH(bf16_to_float(p[i])) }
+inline void f_bf16_pairs(const uint8_t* p, F* even, F* odd) {  // elements 2l and 2l+1 for lane l
+  for (int i = 0; i < 16; i++) {
+    uint16_t pair[2];
+    std::memcpy(pair, p + 4 * i, 4);
+    even->v[i] = bf16_to_float(pair[0]), odd->v[i] = bf16_to_float(pair[1]);
+  }
+}
 inline F f_half(const uint8_t* p) {
   uint16_t h[16];
   std::memcpy(h, p, 32);

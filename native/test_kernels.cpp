@@ -306,7 +306,7 @@ int main() {
   test_guard();
   const KernelTable& plain = *generic_kernels();
   int tables = 0;
-  for (const char* name : {"generic", "avx2", "avx512", "neon"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512bf16", "neon"}) {
     const KernelTable* fast = kernels_named(name);
     if (!fast) continue;
     test_linear(plain, *fast);

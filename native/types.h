@@ -8,7 +8,8 @@
 //   int8  per (block, group): 8 x 64 bytes; vector j holds for 16 outputs the inputs 4j..4j+3 as code+128;
 //         then 16 fp16 scales, then 16 fp16 minima                                                        = 576 bytes
 //         (the minima are left out when the matrix has none                                               = 544 bytes)
-//   bf16  per block: in_features x 16 bf16      fp32  per block: in_features x 16 float
+//   bf16  per (block, pair of inputs): for 16 outputs the inputs 2k and 2k+1 side by side (an odd last one beside 0)
+//   fp32  per block: in_features x 16 float
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -28,6 +29,8 @@ enum Kind : int { kInt4 = 0, kInt8 = 1, kBf16 = 2, kFp32 = 3, kInt5 = 4 };
 constexpr int code_bytes(Kind kind) { return kind == kInt4 ? 256 : kind == kInt5 ? 320 : 512; }
 // Place of an input of one output: the byte in int8, the bit among the high bits of int5.
 constexpr int place_of(int lane, int i) { return 64 * (i / 4) + 4 * lane + i % 4; }
+// Place of an input of one output among the bf16 of a block.
+constexpr size_t bf16_place(int lane, int k) { return (size_t)(k / 2) * 32 + 2 * (size_t)lane + (size_t)(k % 2); }
 constexpr bool is_quantised(Kind kind) { return kind == kInt4 || kind == kInt5 || kind == kInt8; }
 
 struct Weight {
@@ -121,6 +124,7 @@ struct KernelTable {
 const KernelTable* generic_kernels();
 const KernelTable* avx2_kernels();    // null where not compiled in
 const KernelTable* avx512_kernels();
+const KernelTable* avx512bf16_kernels();
 const KernelTable* neon_kernels();
 
 }  // namespace octavo

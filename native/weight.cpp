@@ -113,10 +113,16 @@ void pack_groups(Weight& w, const uint8_t* codes, const uint16_t* scale, const u
   }
 }
 
-template <class T>
-void pack_dense(Weight& w, const T* dense) {
+void pack_bf16(Weight& w, const uint16_t* dense) {
   for (int o = 0; o < w.out; o++) {
-    T* to = (T*)(w.data + (size_t)(o / kBlock) * w.block_bytes) + o % kBlock;
+    auto* to = (uint16_t*)(w.data + (size_t)(o / kBlock) * w.block_bytes);
+    for (int k = 0; k < w.in; k++) to[bf16_place(o % kBlock, k)] = dense[(size_t)o * w.in + k];
+  }
+}
+
+void pack_fp32(Weight& w, const float* dense) {
+  for (int o = 0; o < w.out; o++) {
+    float* to = (float*)(w.data + (size_t)(o / kBlock) * w.block_bytes) + o % kBlock;
     for (int k = 0; k < w.in; k++) to[(size_t)k * kBlock] = dense[(size_t)o * w.in + k];
   }
 }
@@ -139,7 +145,7 @@ extern "C" void* octavo_weight(int kind, int64_t out, int64_t in, const void* co
     case kInt4:
     case kInt5:
     case kInt8: w->block_bytes = groups * ((size_t)code_bytes(w->kind) + (w->minimum ? 64 : 32)); break;
-    case kBf16: w->block_bytes = (size_t)in * 32; break;
+    case kBf16: w->block_bytes = (size_t)((in + 1) / 2) * 64; break;
     default: w->block_bytes = (size_t)in * 64; break;
   }
   w->bytes = w->block_bytes * (size_t)w->blocks;
@@ -147,9 +153,9 @@ extern "C" void* octavo_weight(int kind, int64_t out, int64_t in, const void* co
   if (is_quantised(w->kind))
     pack_groups(*w, (const uint8_t*)codes, scale, minimum);
   else if (kind == kBf16)
-    pack_dense(*w, (const uint16_t*)dense);
+    pack_bf16(*w, (const uint16_t*)dense);
   else
-    pack_dense(*w, (const float*)dense);
+    pack_fp32(*w, (const float*)dense);
   if (bias) {
     w->bias = (float*)slabs().take((size_t)w->blocks * kBlock * 4);
     std::memcpy(w->bias, bias, (size_t)out * 4);

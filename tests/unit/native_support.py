@@ -49,7 +49,9 @@ def quantised_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_reference(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    seen = quantised_rows(x) if matrix.kind in ("int4", "int5", "int8") else x.double()
+    """In float64, over the inputs as the product sees them."""
+    rounded = x.bfloat16() if matrix.kind == "bf16" else x
+    seen = quantised_rows(x) if matrix.kind in ("int4", "int5", "int8") else rounded.double()
     return seen @ matrix.dequantize().double().T
 
 

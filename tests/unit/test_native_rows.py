@@ -191,7 +191,7 @@ def test_environment_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_NATIVE_ISA", "generic")
     assert NativeOps(1).name == "native generic"
     monkeypatch.setenv("OCTAVO_NATIVE_ISA", "avx1")
-    with pytest.raises(ConfigError, match="avx512, avx2, neon, generic"):
+    with pytest.raises(ConfigError, match="avx512bf16, avx512, avx2, neon, generic"):
         NativeOps(1)
     monkeypatch.setenv("OCTAVO_NATIVE", "0")
     assert native_lib.library() is None

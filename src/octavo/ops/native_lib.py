@@ -4,7 +4,7 @@ Nothing here imports torch. Without the library (no compiler at build time, anot
 None and the torch operations are used. Environment:
 
     OCTAVO_NATIVE=0                       never use the compiled operations
-    OCTAVO_NATIVE_ISA=avx512|avx2|neon|generic   use this instruction set instead of the best one
+    OCTAVO_NATIVE_ISA=avx512bf16|avx512|avx2|neon|generic   use this instruction set instead of the best one
     OCTAVO_NATIVE_LIB=PATH                load this file (sanitizer builds)
 """
 
@@ -21,7 +21,7 @@ from octavo.errors import ConfigError
 
 _ABI = 3
 _LOG = logging.getLogger("octavo.ops")
-ISAS = ("avx512", "avx2", "neon", "generic")
+ISAS = ("avx512bf16", "avx512", "avx2", "neon", "generic")
 
 (EMBED, COPY, RMS_NORM, QUANTIZE, LINEAR, ROPE_WRITE, ATTENTION, GATED, ADD, SCALE, SOFTCAP, ARGMAX, SELECT) = range(13)
 OP_NAMES = (
