@@ -30,13 +30,18 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
             depth) bench "depth.json" --depth 2048,8000 --output-tokens 128 --peer llama.cpp ;; # the peer's prefill is slow
             prefill) bench "prefill.json" --prefill 512,1024 --peer llama.cpp ;;
             gemma)
-                model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --peer llama.cpp
+                model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --turns 4 --peer llama.cpp
                 ;;
             chat)
                 bench "chat.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --output-tokens 128 --peer llama.cpp \
                     --profile --plot "$results/chat.svg"
                 ;;
-            streams) bench "streams.json" --chat --mode plain,best --streams 4,16 --output-tokens 128 --peer llama.cpp ;;
+            streams)
+                bench "streams.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --streams 4,16 --output-tokens 128
+                bench "warm.json" --chat --limit 20 --temperature 0.8 --mode plain,ngram+table,eagle3,dflash \
+                    --streams 1,4,16 --output-tokens 128
+                bench "scripted.json" --chat --limit 20 --mode plain,scripted,best --streams 1,4,16 --output-tokens 128
+                ;;
             perplexity)
                 bench "perplexity.json" --perplexity exact,float32,auto,int8,int4,bf16 --perplexity-tokens 16384
                 bench "perplexity-topics.json" --perplexity float32,auto --perplexity-tokens 100000 --peer llama.cpp
@@ -58,8 +63,9 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
             vllm)
                 folder=$(mktemp -d)
                 "${VENV:-.venv}"/bin/python benchmarks/export_safetensors.py "$model" "$folder"
-                MODEL=$folder model=$folder bench "vllm.json" --depth 128 --streams 16 --output-tokens 32 \
+                MODEL=$folder model=$folder bench "vllm.json" --depth 128 --streams 16 --output-tokens 128 \
                     --dtype bfloat16 --quantization none --peer vllm
+                bench "vllm4.json" --depth 128 --streams 16 --output-tokens 128 --peer vllm --peer-model "$folder"
                 rm -rf "$folder"
                 ;;
             *) echo "no such part: $name" >&2; exit 2 ;;
