@@ -33,8 +33,9 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                 model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --turns 4 --peer llama.cpp
                 ;;
             chat)
-                bench "chat.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --output-tokens 128 --peer llama.cpp \
-                    --profile --plot "$results/chat.svg"
+                bench "chat.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --output-tokens 128 --peer llama.cpp
+                bench "profile.json" --chat --limit 8 --mode plain,ngram+table,eagle3,dflash --output-tokens 128 \
+                    --profile --plot docs/drafts-chat.svg
                 ;;
             streams)
                 bench "streams.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --streams 4,16 --output-tokens 128
@@ -44,21 +45,21 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                 ;;
             perplexity)
                 bench "perplexity.json" --perplexity exact,float32,auto,int8,int4,bf16 --perplexity-tokens 16384
-                bench "perplexity-topics.json" --perplexity float32,auto --perplexity-tokens 100000 --peer llama.cpp
-                bench "perplexity-kjv.json" --perplexity float32,auto --perplexity-tokens 100000 --peer llama.cpp \
+                bench "perplexity-topics.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp
+                bench "perplexity-kjv.json" --perplexity exact,auto --perplexity-tokens 100000 --peer llama.cpp \
                     --perplexity-text "$(bash scripts/texts.sh)"
                 ;;
             hisparse)
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts speed --streams 1,8 --peer llama.cpp --fresh \
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,speed --streams 1,8 --peer llama.cpp --fresh \
                     --fractions 4,8,16 --json "$results/hisparse-speed.json" --plot docs/hisparse-speed.svg
                 # hours; a second call goes on where the first was stopped, a file of an earlier format is begun anew
                 fresh=$(grep -qs '"octavo-hisparse-2"' "$results/hisparse-quality.json" || echo --fresh)
                 # shellcheck disable=SC2086  # $fresh is a flag or nothing
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --seeds 20 $fresh \
-                    --json "$results/hisparse-quality.json" --plot docs/hisparse-quality.svg
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,perplexity,needle --seeds 20 \
-                    --model gemma3-270m --contexts 8192,32768 --streams 1 --windows 2 \
-                    --json "$results/hisparse-gemma.json"
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --windows 3 --seeds 20 \
+                    --threads 1 $fresh --json "$results/hisparse-quality.json" --plot docs/hisparse-quality.svg
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,perplexity,needle --seeds 2 --threads 1 \
+                    --model gemma3-270m --contexts 4096,16384,32768 --windows 2 \
+                    --json "$results/hisparse-gemma.json" --plot docs/hisparse-gemma.svg
                 ;;
             vllm)
                 folder=$(mktemp -d)

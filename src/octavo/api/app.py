@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from octavo.engine.client import EngineClient
 
 logger = logging.getLogger("octavo.api")
-json_encoder = msgspec.json.Encoder()
 router = APIRouter()
 _ERRORS = {code: {"description": what} for code, what in {
     400: "the request is wrong; the message names the field", 404: "unknown model", 413: "the body is too large",
@@ -68,7 +67,7 @@ async def _half(call: Chat | Completion) -> AsyncGenerator[bytes, None]:
     except OctavoError as error:
         logger.error("%s: %s", call.id, error)
         value = errors.body_of(error)
-    yield json_encoder.encode(value)
+    yield msgspec.json.encode(value)
 
 
 def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
