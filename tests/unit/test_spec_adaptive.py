@@ -8,7 +8,7 @@ import random
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.spec.adaptive import AdaptiveLength, SourceLengths
+from octavo.spec.adaptive import AdaptiveLength
 
 
 class World:
@@ -167,12 +167,11 @@ def test_a_long_draft_that_could_not_pay_is_not_tried() -> None:
     assert max(world.lengths[3:]) <= 2
 
 
-@pytest.mark.parametrize("sources", [(), (0, 0, 0, 0), (1, 1, 1, 1)])
 @pytest.mark.parametrize(("drafting", "pays"), [(1, False), (2, True), (4, True)])
-def test_all_rows_pay_for_a_step_in_which_one_has_a_draft(sources: tuple[int, ...], drafting: int, pays: bool) -> None:
+def test_all_rows_pay_for_a_step_in_which_one_has_a_draft(drafting: int, pays: bool) -> None:
     """Two tokens, both right six times of ten, and a step that costs 1.3 plain ones: with one draft for four rows it
     brings 1.24 tokens a row."""
-    lengths = SourceLengths((4, 4)) if sources else AdaptiveLength(4)
+    lengths = AdaptiveLength(4)
     rng = random.Random(3)
     for step in range(400):
         lengths.record(4, [0] * 4, [0] * 4, 1.0)
@@ -180,17 +179,6 @@ def test_all_rows_pay_for_a_step_in_which_one_has_a_draft(sources: tuple[int, ..
             continue
         accepted = [2 if rng.random() < 0.36 else int(rng.random() < 0.375) for _ in range(drafting)]
         drafted = [2] * drafting + [0] * (4 - drafting)
-        lengths.record(4, drafted, accepted + [0] * (4 - drafting), 1.3, sources)
-    first = lengths._by_source[sources[0]] if isinstance(lengths, SourceLengths) else lengths
-    assert (first.best_length(4) > 0) is pays
-    assert first.best_length(1) > 0, "nothing is known of one row: whoever drafts is hoped to be right"
-
-
-def test_each_source_counts_its_own_rows() -> None:
-    """One row of four from each source: neither pays for the step, though half of the rows have a draft."""
-    lengths = SourceLengths((4, 4))
-    for step in range(200):
-        lengths.record(4, [0] * 4, [0] * 4, 1.0)
-        if step % 2 == 0:
-            lengths.record(4, [2, 2, 0, 0], [step // 2 % 2] * 2 + [0, 0], 1.3, (0, 1, 0, 0))
-    assert lengths._by_source[0].best_length(4) == 0
+        lengths.record(4, drafted, accepted + [0] * (4 - drafting), 1.3)
+    assert (lengths.best_length(4) > 0) is pays
+    assert lengths.best_length(1) > 0, "nothing is known of one row: whoever drafts is hoped to be right"

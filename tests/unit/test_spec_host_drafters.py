@@ -173,8 +173,8 @@ def test_ngram_drafts_what_followed_and_nothing_without_a_match() -> None:
 def test_ngram_corpus_helps_a_row_that_has_said_nothing_yet() -> None:
     drafter = NgramDrafter(draft_tokens=3, corpus=[[1, 2, 3, 4, 5], [4, 5, 9]])
     begin(drafter, 0, [])
-    assert drafter.lookup(0, [8, 2, 3], 3) == [4, 5]  # never across two texts
-    assert drafter.lookup(0, [8, 2, 3, 8, 2], 3) == [3, 8, 2]
+    assert drafter.lookup(0, [8, 2, 3], 3).tokens == [4, 5]  # never across two texts
+    assert drafter.lookup(0, [8, 2, 3, 8, 2], 3).tokens == [3, 8, 2]
 
 
 def test_ngram_cost_does_not_grow_with_the_text() -> None:
@@ -196,7 +196,7 @@ def test_ngram_cost_does_not_grow_with_the_text() -> None:
     repeated = [3] * 20_000
     drafter = NgramDrafter(draft_tokens=4)
     begin(drafter, 0, [])
-    assert drafter.lookup(0, repeated, 4) == [3, 3, 3, 3]
+    assert drafter.lookup(0, repeated, 4).tokens == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("bad", [0, -1, 64])

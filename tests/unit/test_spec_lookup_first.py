@@ -9,9 +9,10 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.ops.meta import KVView
-from octavo.spec.adaptive import SourceLengths
+from octavo.spec.adaptive import AdaptiveLength
+from octavo.spec.columns import ColumnChooser
 from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch, kv_owner
-from octavo.spec.lookup_first import LEARNED, LONG_MATCH, SHORT_MATCH, LookupFirstDrafter
+from octavo.spec.lookup_first import LEARNED, LOOKED_UP, LookupFirstDrafter, SourceLengths
 from octavo.spec.ngram import NgramDrafter
 
 KV = KVView(None, None, torch.zeros(8, 1, dtype=torch.int32), None, 16)
@@ -100,62 +101,56 @@ def test_draft_kv_is_caught_up_only_for_the_weights(text: list[int]) -> None:
 
 
 def test_lengths_by_source() -> None:
+    """What is looked up is right, what the weights draft is wrong: then only the one is drafted."""
     both, learned = drafter()
     lengths = both.adapt()
-    for _ in range(60):  # what is looked up is right, what the weights draft is wrong
-        for text, right in ((REPEATS, True), (NEW, False)):
-            both.begin(DraftRequest(3, (1,), 64, 0))
-            draft = drafted(both, [text], lengths.choose(1))
-            count = draft.lengths[0]
-            lengths.record(1, [count], [count if right else 0], 1.0 + 0.1 * count, draft.sources)
-    learned.calls.clear()
-    both.begin(DraftRequest(3, (1,), 64, 0))
-    assert len(propose(both, [REPEATS])[0]) == 5
-    both.begin(DraftRequest(3, (1,), 64, 0))
-    assert propose(both, [NEW]) == [[]] and learned.calls == []
-
-
-def test_long_matches_are_not_judged_by_short_ones() -> None:
-    """Two tokens that occurred before are followed by something else; five are followed by the same again."""
-    both, learned = drafter()
-    lengths = both.adapt()
-    long = [5, 6, 7, 8, 9, 3, 5, 6, 7, 8, 9]
-    assert propose(both, [long])[0][:3] == [3, 5, 6]
-    for _ in range(60):
-        for text, right in ((long, True), (REPEATS, False)):
-            both.begin(DraftRequest(3, (1,), 64, 0))
-            draft = drafted(both, [text], lengths.choose(1))
-            count, chain = draft.lengths[0], chains(draft)[0]
-            by_lookup = bool(chain) and chain[0] != 90
-            accepted = count if right and by_lookup else 0
-            lengths.record(1, [count], [accepted], 1.0 + 0.1 * count, draft.sources)
-    assert [lengths._by_source[s].best_length(1) for s in (SHORT_MATCH, LONG_MATCH)] == [0, 5]
+    text, new = [5, 6, 7, 8], 1000
+    by_lookup, by_weights = [], []
+    for step in range(200):
+        if step % 2:
+            new += 1
+            text.append(new)  # never said before
+        else:
+            text.extend([5, 6, 7])
+        draft = drafted(both, [text], lengths.choose(1))
+        count, source = draft.lengths[0], draft.sources[0]
+        (by_lookup if source == LOOKED_UP else by_weights).append(count)
+        accepted = count if source == LOOKED_UP else 0
+        lengths.record(1, [count], [accepted], 1.0 + 0.1 * count, draft.sources)
+        if source == LOOKED_UP:
+            text.extend(chains(draft)[0][:accepted])
+    assert min(by_lookup[-10:]) == 5
+    assert sum(by_weights[-40:]) <= 4
 
 
 def test_looking_up_that_never_pays_leaves_the_row_to_the_weights() -> None:
     both, _ = drafter()
     lengths = both.adapt()
-    said = []
-    for _ in range(80):
-        both.begin(DraftRequest(3, (1,), 64, 0))
-        draft = drafted(both, [REPEATS], lengths.choose(1))
-        count, chain = draft.lengths[0], chains(draft)[0]
-        wrong = bool(chain) and chain[0] != 90
+    text, said = list(REPEATS), []
+    for step in range(80):
+        draft = drafted(both, [text], lengths.choose(1))
+        count, wrong = draft.lengths[0], draft.sources[0] == LOOKED_UP
         lengths.record(1, [count], [0 if wrong else count], 1.0 + 0.1 * count, draft.sources)
+        text.extend([2000 + step, 5, 6])  # behind 5 6 comes something new every time
         said.append(wrong)
     assert sum(said[-30:]) <= 4
 
 
 def test_a_step_belongs_to_its_sources() -> None:
-    lengths = SourceLengths((3, 5, 5))
-    assert lengths.choose(4) == 5
+    columns, lengths = ColumnChooser(5), AdaptiveLength(3)
+    both = SourceLengths(columns, lengths)
+    assert both.choose(4) == 5
     for _ in range(40):
-        lengths.record(2, [5, 3], [5, 0], None, (SHORT_MATCH, LEARNED))
-    best = [lengths._by_source[source].best_length(2) for source in (LEARNED, SHORT_MATCH)]
-    assert best == [0, 5]
-    before = lengths._by_source[LEARNED].expected_tokens()
-    lengths.record(2, [0, 0], [0, 0], 1.0)  # nothing was proposed: a plain step
-    assert lengths._by_source[LEARNED].expected_tokens() == before
+        both.record(2, [5, 3], [5, 0], 1.0, (LOOKED_UP, LEARNED))
+    assert lengths.best_length(2) == 0, "the tokens of the weights were all wrong"
+    assert columns.worth(2).seconds == [], "what a step of the weights costs says nothing about lookups"
+    before = lengths.expected_tokens()
+    both.record(2, [5, 0], [5, 0], 3.0, (LOOKED_UP, LEARNED))
+    assert lengths.expected_tokens() == before
+    assert columns.worth(2).seconds[5] == 3.0
+    both.record(2, [0, 0], [0, 0], 0.5)  # nothing was proposed: a plain step
+    assert lengths.expected_tokens() == before
+    assert columns.worth(2).seconds[0] == 0.5
 
 
 def test_a_tree_is_refused() -> None:

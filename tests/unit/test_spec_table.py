@@ -49,25 +49,25 @@ def test_phrases_are_counted_at_every_length() -> None:
 
 def test_a_draft_takes_the_longest_context_that_is_known() -> None:
     table = NgramTable(counted([[1, 2, 3, 4], [9, 3, 5], [9, 3, 5], [8, 0]]))
-    assert table.draft([1, 2, 3], 1) == [4]  # three tokens say 4, the last one alone says 5
-    assert table.draft([7, 7, 3], 1) == [5]
-    assert table.draft([7, 8], 3) == [0], "nothing follows 0"
-    assert table.draft([7], 3) == [] and table.draft([], 3) == []
-    assert table.draft([1], 9) == [2, 3, 4] and table.draft([1], 2) == [2, 3] and table.draft([1], 0) == []
+    assert table.draft([1, 2, 3], 1).tokens == [4]  # three tokens say 4, the last one alone says 5
+    assert table.draft([7, 7, 3], 1).tokens == [5]
+    assert table.draft([7, 8], 3).tokens == [0], "nothing follows 0"
+    assert table.draft([7], 3).tokens == [] and table.draft([], 3).tokens == []
+    assert [table.draft([1], limit).tokens for limit in (9, 2, 0)] == [[2, 3, 4], [2, 3], []]
 
 
 def test_a_draft_ends_where_it_becomes_unlikely() -> None:
     texts = [[1, 2, 3, 4, 5]] * 9
-    assert NgramTable(counted(texts, least=0.8)).draft([1], 9) == [2, 3]  # 0.9, 0.81, 0.73
-    assert NgramTable(counted(texts, least=0.0)).draft([1], 9) == [2, 3, 4, 5]
-    assert NgramTable(counted(texts, least=1.0)).draft([1], 9) == []
+    assert NgramTable(counted(texts, least=0.8)).draft([1], 9).tokens == [2, 3]  # 0.9, 0.81, 0.73
+    assert NgramTable(counted(texts, least=0.0)).draft([1], 9).tokens == [2, 3, 4, 5]
+    assert NgramTable(counted(texts, least=1.0)).draft([1], 9).tokens == []
 
 
 def test_large_vocabularies_do_not_mix_contexts_up() -> None:
     size = 1 << 21
     texts = [[size - 1, size - 2, size - 1, 5], [size - 1, size - 1, size - 2, 6], [0, size - 1, 7], [0, 0, 0, 8]]
     table = NgramTable(count_phrases(texts, order=3, min_count=1, vocab_size=size, min_probability=0.0))
-    assert [table.draft(text[:-1], 1) for text in texts] == [[5], [6], [7], [8]]
+    assert [table.draft(text[:-1], 1).tokens for text in texts] == [[5], [6], [7], [8]]
 
 
 def test_the_drafter_follows_rows_and_limits() -> None:

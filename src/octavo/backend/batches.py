@@ -1,13 +1,15 @@
-"""How the decode rows of a forward are laid out: ragged (`Flat`), or equally many tokens for every row (`Batch`)."""
+"""How the decode rows of a forward are laid out: as chains on their own (`Batch`), or as trees or beside prompts
+(`Flat`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from octavo.backend.relay import upload
 from octavo.ops.meta import StepMeta
-from octavo.spec.drafter import Draft
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class Flat:
 
 @dataclass(frozen=True)
 class Batch:
-    """`width` tokens for each of b rows: ledger row of each sequence [b] and token [b·width], sequence of each token,
-    columns 0 … width - 1, ones [b]; indptr on the host."""
+    """One token and `drafted` ones behind it for each of b rows: n tokens in all, `width` at most for a row.
+
+    rows [b] and node_rows [n] are ledger rows; q_seq [n] the sequence of each token, columns [n] its place in it;
+    ones [b]; q_indptr b + 1 host offsets. Where rows differ (else None): pick [n] takes the tokens out of a flattened
+    [b, width], place [b, width] puts them back, repeating a row's last; real [b, width - 1] tells drafted from padding.
+    """
 
     rows: torch.Tensor
     node_rows: torch.Tensor
@@ -47,11 +53,55 @@ class Batch:
     columns: torch.Tensor
     ones: torch.Tensor
     q_indptr: tuple[int, ...]
+    width: int
+    pick: torch.Tensor | None
+    place: torch.Tensor | None
+    real: torch.Tensor | None
+
+    @classmethod
+    def of(cls, host_rows: tuple[int, ...], drafted: tuple[int, ...], device: torch.device) -> Batch:
+        sizes = 1 + np.asarray(drafted, dtype=np.int64)
+        ends = np.cumsum(sizes)
+        width, first = int(sizes.max()), ends - sizes
+        q_seq = np.repeat(np.arange(len(sizes)), sizes)
+        columns = np.arange(ends[-1]) - first[q_seq]
+        pick = place = real = None
+        if sizes.min() < width:
+            pick = upload(q_seq * width + columns, device)
+            column = np.arange(width)
+            place = upload(first[:, None] + np.minimum(column, sizes[:, None] - 1), device)
+            real = upload(column[1:] < sizes[:, None], device, torch.bool)
+        rows, seq = upload(list(host_rows), device), upload(q_seq, device)
+        return cls(
+            rows,
+            rows.index_select(0, seq),
+            seq,
+            upload(columns, device),
+            torch.ones_like(rows),
+            (0, *ends.tolist()),
+            width,
+            pick,
+            place,
+            real,
+        )
+
+    def cut(self, padded: torch.Tensor) -> torch.Tensor:
+        """[b, width, …] to the n tokens that are real."""
+        flat = padded.reshape(-1, *padded.shape[2:])
+        return flat if self.pick is None else flat.index_select(0, self.pick)
+
+    def pad(self, flat: torch.Tensor) -> torch.Tensor:
+        """[n] to [b, width], a row's last token repeated behind it."""
+        return flat.reshape(-1, self.width) if self.place is None else flat[self.place]
+
+    def slots(self, start: torch.Tensor) -> torch.Tensor:
+        """KV slot of each token, [n], behind `start` [b] committed ones of each row."""
+        return start.index_select(0, self.q_seq) + self.columns
 
     def meta(
         self, token_ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor, max_kv_tokens: int
     ) -> StepMeta:
-        """The target's forward of tokens [b·width] at `positions`, behind `start` [b] committed ones of each row."""
+        """The target's forward of tokens [n] at `positions`, behind `start` [b] committed ones of each row."""
         return StepMeta(
             token_ids=token_ids,
             positions=positions,
@@ -64,8 +114,3 @@ class Batch:
             max_kv_tokens=max_kv_tokens,
             num_decodes=len(self.q_indptr) - 1,
         )
-
-
-def uniform(draft: Draft) -> bool:
-    """Whether every row drafted the same number of columns."""
-    return min(draft.lengths) == max(draft.lengths)

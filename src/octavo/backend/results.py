@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ import torch
 from octavo.backend.prompt_logprobs import by_chunk
 from octavo.engine.output import TokenLogprob
 from octavo.sched.batch import StepPlan
-
-if TYPE_CHECKING:
-    from octavo.backend.batches import Flat
 
 
 @dataclass(frozen=True)
@@ -75,10 +72,10 @@ class StepHandle:
     _prompts: dict[int, int] = field(default_factory=dict)
 
     def keep_decodes(
-        self, tokens: torch.Tensor, counts: torch.Tensor, nodes: torch.Tensor, flat: Flat, logprobs: Any
+        self, tokens: torch.Tensor, counts: torch.Tensor, nodes: torch.Tensor, lengths: tuple[int, ...], logprobs: Any
     ) -> None:
         self._copies["run"] = torch.cat([counts[:, None], tokens], dim=1)
-        self._lengths = flat.lengths
+        self._lengths = lengths
         if logprobs is not None:
             self._copies["nodes"] = nodes
             self._keep_logprobs("decode", logprobs)

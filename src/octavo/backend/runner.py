@@ -9,12 +9,12 @@ Token order in the forward: decode rows first (root, then drafted columns), then
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from octavo.backend.batches import Batch, Flat, uniform
+from octavo.backend.batches import Batch, Flat
 from octavo.backend.masks import draft_masks, first_masks, to_device
 from octavo.backend.prompt_logprobs import prompt_logprobs
 from octavo.backend.relay import Relay, TableProjection, TierProjection, upload
@@ -28,6 +28,17 @@ from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, Propo
 from octavo.spec.pending import PendingSteps
 from octavo.spec.prepare import prepare_step
 from octavo.spec.verify import accept, ancestor_mask, compact_kv, path_tokens
+
+_BATCHES_KEPT = 256  # layouts of a step; rows that look up draft now so many tokens, now others
+
+
+class Heads(NamedTuple):
+    """Where the decode rows stand: their rows, their layout of one token each, KV slots committed and newest token."""
+
+    host_rows: tuple[int, ...]
+    batch: Batch
+    start: torch.Tensor
+    last: torch.Tensor
 
 
 class Runner:
@@ -55,7 +66,7 @@ class Runner:
         self._projection = TableProjection(tables)
         self._tiers = None if kv.sparse is None or ledger.tiers is None else TierProjection(kv.sparse, ledger.tiers)
         self._batches_of: tuple[int, ...] = ()
-        self._batches: dict[int, Batch] = {}  # by width, of the rows that came last
+        self._batches: dict[tuple[int, ...], Batch] = {}  # by drafted tokens, of the rows that came last
         self._taps = drafter.taps if drafter is not None else ()
         self.pending = PendingSteps()
         self._may_wait = drafter is not None and drafter.needs_draft_kv
@@ -96,24 +107,33 @@ class Runner:
         self.project()
         handle = StepHandle(plan)
         shown_before = self._shown_tokens
-        draft = self._propose(plan, handle)
-        self._run(handle, plan, draft)
+        heads = self._heads(plan)
+        draft = self._propose(plan, handle, heads)
+        self._run(handle, plan, heads, draft)
         handle.caught_up_tokens = self._shown_tokens - shown_before
         handle.send(self.device)
         return handle
 
-    def _run(self, handle: StepHandle, plan: StepPlan, draft: Draft | None) -> None:
+    def _heads(self, plan: StepPlan) -> Heads | None:
+        if not plan.decodes:
+            return None
+        host_rows = tuple(d.row for d in plan.decodes)
+        batch = self._batch_of(host_rows, (0,) * len(host_rows))
+        start = self.relay.seq_lens.index_select(0, batch.rows)
+        return Heads(host_rows, batch, start, self.relay.last_tokens.index_select(0, batch.rows))
+
+    def _run(self, handle: StepHandle, plan: StepPlan, heads: Heads | None, draft: Draft | None) -> None:
         """One forward in the form that takes the fewest operations; two where trees and prompts meet."""
-        if draft is None and not plan.prefills:
-            self._plain(handle, plan)
-        elif draft is not None and draft.parents is None and not plan.prefills and uniform(draft):
-            self._chain(handle, plan, draft)
+        if heads is not None and draft is None and not plan.prefills:
+            self._plain(handle, plan, heads)
+        elif heads is not None and draft is not None and draft.parents is None and not plan.prefills:
+            self._chain(handle, plan, heads, draft)
         elif draft is not None and draft.parents is not None and plan.prefills:
             # a tree's ancestor masks speak about 64 slots; a prompt chunk may be longer, so it runs on its own
-            self._forward(handle, plan.decodes, (), draft, plan.max_kv_tokens)
-            self._forward(handle, (), plan.prefills, None, plan.max_kv_tokens)
+            self._forward(handle, plan.decodes, (), heads, draft, plan.max_kv_tokens)
+            self._forward(handle, (), plan.prefills, None, None, plan.max_kv_tokens)
         else:
-            self._forward(handle, plan.decodes, plan.prefills, draft, plan.max_kv_tokens)
+            self._forward(handle, plan.decodes, plan.prefills, heads, draft, plan.max_kv_tokens)
 
     def project(self) -> None:
         """Bring the device copies of the books up to date: tables, and with a host tier slots and backup frontiers."""
@@ -125,22 +145,21 @@ class Runner:
         if self._tiers is not None:
             self._tiers.apply_rows()
 
-    def _propose(self, plan: StepPlan, handle: StepHandle) -> Draft | None:
-        if self.drafter is None or not plan.decodes or plan.draft_tokens == 0:
+    def _propose(self, plan: StepPlan, handle: StepHandle, heads: Heads | None) -> Draft | None:
+        if self.drafter is None or heads is None or plan.draft_tokens == 0:
             return None
-        host_rows = tuple(d.row for d in plan.decodes)
+        host_rows = heads.host_rows
         top_ks = [d.request.params.top_k for d in plan.decodes]
         prepare_step(kv_owner(self.drafter), host_rows, self._ledger, top_ks, self.network.config.vocab_size)
         if not self._catches_up:
             self._show_pending()
-        rows = upload(list(host_rows), self.device)
         tokens = tuple(d.request.tokens for d in plan.decodes) if self.drafter.needs_host_tokens else None
         draft = self.drafter.propose(
             ProposeBatch(
-                rows=rows,
+                rows=heads.batch.rows,
                 host_rows=host_rows,
-                seq_lens=self.relay.seq_lens.index_select(0, rows),
-                last_tokens=self.relay.last_tokens.index_select(0, rows),
+                seq_lens=heads.start,
+                last_tokens=heads.last,
                 draft_tokens=plan.draft_tokens,
                 host_limits=tuple(d.draft_limit for d in plan.decodes),
                 host_tokens=tokens,
@@ -158,14 +177,14 @@ class Runner:
         handle: StepHandle,
         decodes: tuple[DecodeRow, ...],
         prefills: tuple[PrefillChunk, ...],
+        heads: Heads | None,
         draft: Draft | None,
         max_kv_tokens: int,
     ) -> None:
         flat = self._flat(len(decodes), draft)
         rows = upload([d.row for d in decodes] + [c.row for c in prefills], self.device)
         decode_rows = rows[: len(decodes)]
-        start = self.relay.seq_lens.index_select(0, decode_rows)
-        last = self.relay.last_tokens.index_select(0, decode_rows)
+        start, last = (decode_rows, decode_rows) if heads is None else (heads.start, heads.last)
         meta = self._meta(flat, rows, start, last, draft, decodes, prefills, max_kv_tokens)
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         count = len(flat.lengths) + sum(flat.lengths)
@@ -182,23 +201,20 @@ class Runner:
                 max_kv_tokens,
             )
 
-    def _plain(self, handle: StepHandle, plan: StepPlan) -> None:
+    def _plain(self, handle: StepHandle, plan: StepPlan, heads: Heads) -> None:
         """One token for every row, nothing drafted: the same as `_forward`, with as few operations as it takes."""
-        host_rows = tuple(d.row for d in plan.decodes)
-        batch = self._batch_of(host_rows)
-        rows = batch.rows
-        start = self.relay.seq_lens.index_select(0, rows)
-        meta = batch.meta(self.relay.last_tokens.index_select(0, rows), start, start, plan.max_kv_tokens)
+        host_rows, batch, start = heads.host_rows, heads.batch, heads.start
+        meta = batch.meta(heads.last, start, start, plan.max_kv_tokens)
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         none = (0,) * len(host_rows)
         masks = to_device(draft_masks(plan.decodes, none, None, self.network.config.vocab_size), self.device)
         at = start + 1
         sampled, logprobs = self.sampler.sample(
-            hidden, rows, at, host_rows, max_tokens=plan.max_kv_tokens + 1, bitmask=masks
+            hidden, batch.rows, at, host_rows, max_tokens=plan.max_kv_tokens + 1, bitmask=masks
         )
-        self.relay.store(rows, at.clamp(max=self.context_tokens), sampled)
+        self.relay.store(batch.rows, at.clamp(max=self.context_tokens), sampled)
         if self.sampler.remembers:
-            self.sampler.remember(rows, at, sampled[:, None])
+            self.sampler.remember(batch.rows, at, sampled[:, None])
         handle.keep_plain(sampled, logprobs)
         if self.drafter is not None:
             self._observe_plain(self._observation(host_rows, batch, start, batch.ones, taps, sampled))
@@ -225,53 +241,38 @@ class Runner:
             max_kv_tokens=self._ledger.width_pages * self.kv.page_size,
         )
 
-    def _chain(self, handle: StepHandle, plan: StepPlan, draft: Draft) -> None:
-        """Chains or blocks of one length for every row: the same as `_forward`, with as few operations as it takes."""
-        host_rows = tuple(d.row for d in plan.decodes)
-        drafted = draft.lengths[0]
-        batch = self._batch_of(host_rows, 1 + drafted)
-        rows, b = batch.rows, len(host_rows)
-        start = self.relay.seq_lens.index_select(0, rows)
-        root = self.relay.last_tokens.index_select(0, rows)[:, None]
-        columns = draft.tokens[:, :drafted]
-        slots = (start[:, None] + batch.columns).reshape(-1)
-        meta = batch.meta(torch.cat([root, columns], dim=1).reshape(-1), slots, start, plan.max_kv_tokens)
+    def _chain(self, handle: StepHandle, plan: StepPlan, heads: Heads, draft: Draft) -> None:
+        """Chains or blocks and nothing beside them: the same as `_forward`, with as few operations as it takes."""
+        host_rows, start = heads.host_rows, heads.start
+        batch = self._batch_of(host_rows, draft.lengths)
+        columns = draft.tokens[:, : batch.width - 1]
+        slots = batch.slots(start)
+        tokens = batch.cut(torch.cat([heads.last[:, None], columns], dim=1))
+        meta = batch.meta(tokens, slots, start, plan.max_kv_tokens)
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         path = None
         if self.sampler.needs_path(host_rows):
-            path = path_tokens(columns, None, None, drafted).reshape(b * (1 + drafted), -1)
+            path = batch.cut(path_tokens(columns, None, None, batch.width - 1))
         masks = to_device(draft_masks(plan.decodes, draft.lengths, draft, self.network.config.vocab_size), self.device)
         sampled, logprobs = self.sampler.sample(
             hidden, batch.node_rows, slots + 1, host_rows, max_tokens=plan.max_kv_tokens + 1, path=path, bitmask=masks
         )
-        nodes, counts, tokens = accept(columns, None, None, sampled.reshape(b, -1))
+        nodes, counts, run = accept(columns, None, batch.real, batch.pad(sampled))
         counts = self._keep_run(
-            handle,
-            plan.max_kv_tokens,
-            rows,
-            start,
-            nodes,
-            counts,
-            tokens,
-            Flat(1 + drafted, draft.lengths, None),
-            logprobs,
+            handle, plan.max_kv_tokens, batch.rows, start, nodes, counts, run, draft.lengths, logprobs
         )
         # an accepted path lies in order, and what is behind it is not looked at: nothing needs to be gathered
         self._observe(self._observation(host_rows, batch, start, counts + 1, taps, sampled))
 
-    def _batch_of(self, host_rows: tuple[int, ...], width: int = 1) -> Batch:
-        """What describes a step of `width` tokens for each of these rows; the same rows mostly come again."""
+    def _batch_of(self, host_rows: tuple[int, ...], drafted: tuple[int, ...]) -> Batch:
+        """What describes a step of so many drafted tokens for each of these rows; the same rows mostly come again."""
         if self._batches_of != host_rows:
             self._batches_of, self._batches = host_rows, {}
-        batch = self._batches.get(width)
+        batch = self._batches.get(drafted)
         if batch is None:
-            b = len(host_rows)
-            rows, columns = upload(list(host_rows), self.device), torch.arange(width, device=self.device)
-            node_rows = rows[:, None].expand(b, width).reshape(-1)
-            seq = torch.arange(b, device=self.device)[:, None].expand(b, width).reshape(-1)
-            indptr = tuple(range(0, b * width + 1, width))
-            batch = Batch(rows, node_rows, seq, columns, torch.ones_like(rows), indptr)
-            self._batches[width] = batch
+            if len(self._batches) >= _BATCHES_KEPT:
+                self._batches = {}
+            batch = self._batches[drafted] = Batch.of(host_rows, drafted, self.device)
         return batch
 
     def _flat(self, decode_rows: int, draft: Draft | None) -> Flat:
@@ -372,7 +373,7 @@ class Runner:
         nodes, counts, tokens = self._accept(flat, draft, sampled)
         if draft is not None and draft.parents is not None:
             compact_kv(self.kv, rows, start, nodes, self._pools)
-        counts = self._keep_run(handle, max_kv_tokens, rows, start, nodes, counts, tokens, flat, logprobs)
+        counts = self._keep_run(handle, max_kv_tokens, rows, start, nodes, counts, tokens, flat.lengths, logprobs)
         if self.drafter is not None:
             self._observe_run(host_rows, rows, start, flat, nodes, counts, tokens, taps)
 
@@ -385,18 +386,18 @@ class Runner:
         nodes: torch.Tensor,
         counts: torch.Tensor,
         tokens: torch.Tensor,
-        flat: Flat,
+        lengths: tuple[int, ...],
         logprobs: Any,
     ) -> torch.Tensor:
         """Accepted runs into relay, history and results, cut to what the context holds. Returns the counts kept."""
-        lengths = start + counts + 1
+        ends = start + counts + 1
         if max_kv_tokens > self.context_tokens:  # else no slot of the step lies behind the context
             counts = torch.minimum(counts, (self.context_tokens - 1 - start).clamp(min=0))
-            lengths = (start + counts + 1).clamp(max=self.context_tokens)
-        self.relay.store(rows, lengths, tokens.gather(1, counts[:, None])[:, 0])
+            ends = (start + counts + 1).clamp(max=self.context_tokens)
+        self.relay.store(rows, ends, tokens.gather(1, counts[:, None])[:, 0])
         if self.sampler.remembers:
             self.sampler.remember(rows, start + 1, tokens)
-        handle.keep_decodes(tokens, counts, nodes, flat, logprobs)
+        handle.keep_decodes(tokens, counts, nodes, lengths, logprobs)
         return counts
 
     def _accept(

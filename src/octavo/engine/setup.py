@@ -26,10 +26,13 @@ from octavo.model.load.loader import LoadedModel, load_model
 from octavo.model.registry import build_network, kv_page_bytes, make_kv
 from octavo.ops import native
 from octavo.options import format_size
-from octavo.spec.adaptive import AdaptiveLength, SourceLengths
+from octavo.spec.adaptive import AdaptiveLength
 from octavo.spec.choose import Bound, DraftPlan, plan_draft
+from octavo.spec.columns import ColumnChooser
 from octavo.spec.drafter import Drafter
-from octavo.spec.lookup_first import LookupFirstDrafter
+from octavo.spec.lookup_first import LookupFirstDrafter, SourceLengths
+from octavo.spec.ngram import NgramDrafter
+from octavo.spec.table import TableDrafter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
@@ -46,7 +49,7 @@ class Parts:
     vocab_size: int
     reserve: DecodeReserve
     drafter: Drafter | None = None
-    adaptive: AdaptiveLength | SourceLengths | None = None
+    adaptive: AdaptiveLength | ColumnChooser | SourceLengths | None = None
     grammars: Any = None
     startup_lines: list[str] = field(default_factory=list)
     trace: Any = None
@@ -194,11 +197,11 @@ def _trace(config: EngineConfig) -> Any:
     return TraceWriter(config.record_trace)
 
 
-def _adaptive(config: EngineConfig, drafter: Drafter | None) -> AdaptiveLength | SourceLengths | None:
+def _adaptive(config: EngineConfig, drafter: Drafter | None) -> AdaptiveLength | ColumnChooser | SourceLengths | None:
     """The chooser of draft lengths; without it every step drafts as much as it may."""
     if drafter is None or not config.draft_adaptive:
         return None
-    if isinstance(drafter, LookupFirstDrafter):
+    if isinstance(drafter, (NgramDrafter, TableDrafter, LookupFirstDrafter)):
         return drafter.adapt()
     return AdaptiveLength(drafter.max_draft_tokens, max_depth=drafter.max_depth)
 

@@ -5,10 +5,10 @@ With a_j the chance that position j is accepted once j - 1 was, and t(m) the sec
     speed(m) = (1 + c · sum over i <= m of a_1 · … · a_i) / t(m)
 
 and the length with the highest speed is taken. c is the share of rows that have a draft in a step that drafts: where
-look-up finds something for one row of four, all four pay for the step and one gains. Of several
-sources each counts its own rows against the whole step, which is on the safe side. All are measured while serving. At
-length 0 the drafter is probed again from time to time, ever more rarely while it does not pay. A request's text never
-depends on any of this, and the reserve stays at its maximum (01), so a switch moves no page.
+one row of four has one, all four pay for the step and one gains. All are measured while serving. At length 0 the
+drafter is probed again from time to time, ever more rarely while it does not pay. A request's text never depends on
+any of this, and the reserve stays at its maximum (01), so a switch moves no page. What is looked up on the host is
+chosen token by token instead (spec/columns.py).
 
 Deterministic: given the same calls with the same costs it chooses the same lengths.
 """
@@ -19,14 +19,16 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
+import numpy as np
+
 from octavo.errors import ConfigError
 
 _DECAY = 0.97  # per recorded step: what is older than some 30 steps no longer counts
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # optimistic, so that an unknown drafter gets its chance
 _SAMPLES = 9  # step times kept per (batch, length); their (lower) median is the cost
-_GAIN = 1.02  # drafting must beat plain decode by this much
+GAIN = 1.02  # drafting must beat plain decode by this much
 _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 32, 192, 2
-_ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
+ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
 _LEAST_ROW_COST = 0.04  # … and the least that one more token could cost: a length that cannot pay even so is not tried
 _CHECK_STEPS = 40  # while drafting, one step in so many goes to plain decode or a neighbouring length: costs change
 _LOOK_STEPS = 8  # while nothing is drafted, whether it would pay is asked every so many steps
@@ -51,18 +53,31 @@ class StepCosts:
     def samples(self, bucket: int, length: int) -> int:
         return len(self._times.get((bucket, length), ()))
 
+    def line(self, bucket: int, lengths: Sequence[int]) -> list[float]:
+        """`of` for many lengths, rising, [] where nothing was timed. Beyond the longest that was measured a token
+        costs three quarters of what the line says: worth a try."""
+        known = sorted(self._medians.get(bucket, {}).items())
+        if not known:
+            return []
+        longest, most_s = known[-1]
+        slope = (self.of(bucket, longest + 1) - most_s) * 0.75
+        at, seconds = zip(*known, strict=True)
+        inside = np.interp(lengths, at, seconds)
+        return [max(most_s * 0.5, most_s + slope * (n - longest)) if n > longest else float(s)
+                for n, s in zip(lengths, inside, strict=True)]  # fmt: skip
+
     def of(self, bucket: int, length: int) -> float:
         """Measured, or on the line between (beyond) the nearest measured lengths; 1 is a plain step's where none is."""
         medians = self._medians.get(bucket)
         if medians is None:
-            return 1.0 + _ROW_COST * length
+            return 1.0 + ROW_COST * length
         exact = medians.get(length)
         if exact is not None:
             return exact
         known = sorted(medians.items())
         if len(known) == 1:
             at, cost = known[0]
-            return cost * (1.0 + _ROW_COST * length) / (1.0 + _ROW_COST * at)
+            return cost * (1.0 + ROW_COST * length) / (1.0 + ROW_COST * at)
         below = [k for k in known if k[0] < length]
         above = [k for k in known if k[0] > length]
         (m0, t0), (m1, t1) = (below[-1], above[0]) if below and above else (known[-2:] if below else known[:2])
@@ -160,7 +175,7 @@ class AdaptiveLength:
         """Whether a length that was not measured would beat plain decode if its tokens cost next to nothing."""
         short, plain = self._probe_length(), self._costs.of(bucket, 0)
         least = self._costs.of(bucket, short) + _LEAST_ROW_COST * plain * (length - short)
-        return self._row_tokens(bucket)[min(length, self._depth)] * plain > _GAIN * least
+        return self._row_tokens(bucket)[min(length, self._depth)] * plain > GAIN * least
 
     def _probe_length(self) -> int:
         """What would pay if the drafter were as good as hoped, and cheap to try."""
@@ -178,7 +193,7 @@ class AdaptiveLength:
         bucket = _bucket(max(1, batch))
         tokens = self._row_tokens(bucket)
         plain = 1.0 / self._costs.of(bucket, 0)
-        best, best_speed = 0, plain * _GAIN
+        best, best_speed = 0, plain * GAIN
         for length in self._lengths[1:]:
             speed = tokens[min(length, self._depth)] / self._costs.of(bucket, length)
             if speed > best_speed:
@@ -210,7 +225,7 @@ class AdaptiveLength:
         sources: Sequence[int] = (),
     ) -> None:
         """What a step of `batch` rows drafted and accepted per row, and how long it took (None: not timed).
-        There is one source: `sources` is for `SourceLengths`."""
+        There is one source: `sources` is for drafters that have two (spec/lookup_first.py)."""
         longest = max(drafted, default=0)
         if longest:
             self._off_bucket = None
@@ -235,45 +250,6 @@ class AdaptiveLength:
             if tried[j]:
                 self._accepted[j] = self._accepted[j] * _DECAY + hits[j]
                 self._tried[j] = self._tried[j] * _DECAY + tried[j]
-
-
-class SourceLengths:
-    """One adaptive length for each source of a drafter that has several (spec/lookup_first.py).
-
-    Which source drafts a row is known only when it is looked up, so the plan gets the longest length there is, and
-    the drafter asks for its source's own (`choose_for`). A step's time belongs to the first source that drafted in
-    it, a plain step's to all.
-    """
-
-    def __init__(self, most_tokens: Sequence[int]) -> None:
-        """The longest draft of each source, in columns."""
-        self._by_source = [AdaptiveLength(most) for most in most_tokens]
-        self._most = max(most_tokens)
-
-    def choose(self, batch: int) -> int:
-        """Upper bound of the next step's draft length."""
-        return self._most
-
-    def choose_for(self, source: int, batch: int) -> int:
-        """Draft length of the next step's rows of one source, in a step of `batch` decoding rows."""
-        return self._by_source[source].choose(batch)
-
-    def record(
-        self,
-        batch: int,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        step_s: float | None,
-        sources: Sequence[int] = (),
-    ) -> None:
-        """As `AdaptiveLength.record`; `sources` per row, () where nothing was proposed."""
-        drawn = {source for source, columns in zip(sources, drafted, strict=True) if columns} if sources else set()
-        for source, lengths in enumerate(self._by_source):
-            if source in drawn:
-                own = [columns if s == source else 0 for columns, s in zip(drafted, sources, strict=True)]
-                lengths.record(batch, own, accepted, step_s if source == min(drawn) else None)
-            elif not drawn:
-                lengths.record(batch, drafted, accepted, step_s)
 
 
 def _bucket(batch: int) -> int:

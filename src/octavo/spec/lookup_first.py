@@ -1,13 +1,14 @@
-"""Two drafters as one: prompt lookup where the text repeats itself, another where nothing matches: a draft with
-weights, or a table of phrases.
+"""Two drafters as one: prompt lookup where the text repeats itself, and another: a table of phrases, or a draft with
+weights where nothing matches.
 
 A looked-up draft costs no draft forward and is mostly right where there is one; a draft with weights always has
-one. Both write into the same verify rows, so the books, the verify path and the acceptance rule see one drafter.
+one. All write into the same verify rows, so the books, the verify path and the acceptance rule see one drafter.
 The draft KV and the seed, if any, are those of the other, which is shown every true token as ever.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,13 @@ import torch
 
 from octavo.backend.relay import upload
 from octavo.errors import ConfigError
-from octavo.spec.adaptive import SourceLengths
+from octavo.spec.adaptive import AdaptiveLength
+from octavo.spec.columns import ColumnChooser, Found, Worth
 from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
-from octavo.spec.ngram import NgramDrafter, chains
+from octavo.spec.ngram import NgramDrafter, drafted
+from octavo.spec.table import TableDrafter
 
-# Sources of a row's draft. A long match is right far more often than a short one, so each has its own length.
-LEARNED, SHORT_MATCH, LONG_MATCH = range(3)
-LONG_MATCH_TOKENS = 4
-
-
-def source_of(match_tokens: int) -> int:
-    """The source of what was looked up behind a match of so many tokens."""
-    return LONG_MATCH if match_tokens >= LONG_MATCH_TOKENS else SHORT_MATCH
+LEARNED, LOOKED_UP = range(2)  # sources of a row's draft
 
 
 def no_tree(top_k: int) -> ConfigError:
@@ -34,9 +30,8 @@ def no_tree(top_k: int) -> ConfigError:
 
 
 class LookupFirstDrafter:
-    """`lookup`, and `learned` (a chain, a block, a table of phrases) where it finds nothing.
-
-    Raises ConfigError for a tree.
+    """`lookup` and a table of phrases, whichever is expected to be right for longer; or `lookup`, and a chain or a
+    block of a draft with weights where nothing is found. Raises ConfigError for a tree.
     """
 
     needs_host_tokens = True
@@ -54,13 +49,16 @@ class LookupFirstDrafter:
         self.kv_layers: int = learned.kv_layers
         self.key_mode: str = learned.key_mode
         self.taps: tuple[int, ...] = learned.taps
-        self.lengths: SourceLengths | None = None  # None: both draft as much as they may
+        self.columns: ColumnChooser | None = None  # None: everything that was found is drafted
+        self.lengths: AdaptiveLength | None = None  # None: the weights draft as much as they may
 
     # -- life of a row -----------------------------------------------------------------------------------------------
 
     def begin(self, request: DraftRequest) -> None:
         self.lookup.begin(request)
         self.learned.begin(request)
+        if self.columns is not None:
+            self.columns.begin(request.row)
 
     def observe(self, observation: Observation) -> None:
         self.learned.observe(observation)
@@ -71,27 +69,42 @@ class LookupFirstDrafter:
 
     # -- propose -----------------------------------------------------------------------------------------------------
 
-    def adapt(self) -> SourceLengths:
+    def adapt(self) -> ColumnChooser | SourceLengths:
         """From now on each source drafts as much as pays for it."""
-        looked_up = self.lookup.max_draft_tokens
-        self.lengths = SourceLengths((self.learned.max_draft_tokens, looked_up, looked_up))
-        return self.lengths
+        if isinstance(self.learned, TableDrafter):
+            self.columns = ColumnChooser(self.max_draft_tokens)
+            return self.columns
+        self.columns = ColumnChooser(self.lookup.max_draft_tokens)
+        self.lengths = AdaptiveLength(self.learned.max_draft_tokens)
+        return SourceLengths(self.columns, self.lengths)
 
     def propose(self, batch: ProposeBatch) -> Draft:
-        found = self.lookup.find(batch)
-        matches = map(self.lookup.match_tokens, batch.host_rows)
-        sources = [source_of(match) if draft else LEARNED for match, draft in zip(matches, found, strict=True)]
-        for source in (SHORT_MATCH, LONG_MATCH):
-            if source in sources:
-                most = self._length(source, batch, self.lookup.max_draft_tokens)
-                found = [draft[:most] if s == source else draft for draft, s in zip(found, sources, strict=True)]
-        sources = [s if draft else LEARNED for draft, s in zip(found, sources, strict=True)]
+        if isinstance(self.learned, TableDrafter):
+            return drafted(batch, self._find, self.columns)
+        looked_up = drafted(batch, self.lookup.find, self.columns)
+        sources = tuple(LOOKED_UP if length else LEARNED for length in looked_up.lengths)
         learned = self._learned(batch, sources) if LEARNED in sources else None
-        return replace(_joined(found, learned, batch.rows.device), sources=tuple(sources))
+        return replace(_joined(looked_up, learned), sources=sources)
 
-    def _learned(self, batch: ProposeBatch, sources: list[int]) -> Draft | None:
-        """Drafts of the rows where nothing matched; None: nothing pays."""
-        count = self._length(LEARNED, batch, self.learned.max_draft_tokens)
+    def _find(self, batch: ProposeBatch, worth: Worth | None) -> list[Found]:
+        own = self.lookup.find(batch, worth)
+        if worth is not None and not worth.phrases:
+            return own
+        phrases = self.learned.find(batch, worth)
+        return [self._better(*pair) for pair in zip(own, phrases, strict=True)]
+
+    def _better(self, own: Found, phrase: Found) -> Found:
+        """What the row's own text says, or the table where that is expected to be right for longer."""
+        if not own.tokens or self.columns is None or not phrase.tokens:
+            return own if own.tokens else phrase
+        return phrase if self.columns.value(phrase) > self.columns.value(own) else own
+
+    def _learned(self, batch: ProposeBatch, sources: Sequence[int]) -> Draft | None:
+        """Drafts of the rows where nothing was looked up; None: nothing pays."""
+        most: int = self.learned.max_draft_tokens
+        count = min(most, batch.draft_tokens)
+        if self.lengths is not None:
+            count = min(count, self.lengths.choose(len(batch.host_rows)))
         if count == 0:
             return None
         limits = tuple(
@@ -101,22 +114,46 @@ class LookupFirstDrafter:
         draft: Draft = self.learned.propose(replace(batch, draft_tokens=count, host_limits=limits))
         return draft
 
-    def _length(self, source: int, batch: ProposeBatch, most: int) -> int:
-        chosen = most if self.lengths is None else self.lengths.choose_for(source, len(batch.host_rows))
-        return min(chosen, most, batch.draft_tokens)
+
+class SourceLengths:
+    """What a drafter of two sources is asked and told: a step in which the weights drafted is theirs, one of looked-up
+    tokens alone is the lookup's, a plain one counts for both."""
+
+    def __init__(self, columns: ColumnChooser, lengths: AdaptiveLength) -> None:
+        self._columns, self._lengths = columns, lengths
+
+    def choose(self, batch: int) -> int:
+        """Upper bound of the next step's draft length: the drafter asks both when it drafts."""
+        return max(self._columns.most_tokens, self._lengths.max_draft_tokens)
+
+    def record(
+        self,
+        batch: int,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        step_s: float | None,
+        sources: Sequence[int] = (),
+    ) -> None:
+        """As `AdaptiveLength.record`; `sources` per row, () where nothing was proposed."""
+        own = [columns if source == LEARNED else 0 for columns, source in zip(drafted, sources, strict=False)]
+        if any(own):
+            self._lengths.record(batch, own, accepted, step_s)
+            return
+        self._columns.record(batch, drafted, accepted, step_s)
+        if not any(drafted):
+            self._lengths.record(batch, drafted, accepted, step_s)
 
 
-def _joined(found: list[list[int]], learned: Draft | None, device: torch.device) -> Draft:
+def _joined(looked_up: Draft, learned: Draft | None) -> Draft:
     """One chain a row: what was looked up, else what was drafted with weights."""
-    if learned is not None and not any(found):
-        return learned
-    looked_up = chains(found, device)
     if learned is None:
         return looked_up
+    if not any(looked_up.lengths):
+        return learned
     width = max(looked_up.tokens.shape[1], learned.tokens.shape[1])
-    own, drafted = (
+    own, by_weights = (
         torch.nn.functional.pad(draft.tokens, (0, width - draft.tokens.shape[1])) for draft in (looked_up, learned)
     )
-    by_lookup = upload(list(looked_up.lengths), device)[:, None] > 0
+    by_lookup = upload(list(looked_up.lengths), own.device)[:, None] > 0
     lengths = tuple(a + b for a, b in zip(looked_up.lengths, learned.lengths, strict=True))
-    return Draft(torch.where(by_lookup, own, drafted), None, None, lengths)
+    return Draft(torch.where(by_lookup, own, by_weights), None, None, lengths)

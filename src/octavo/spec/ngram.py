@@ -7,12 +7,13 @@ Source: A. Blumer et al., "The smallest automaton recognizing the subwords of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from octavo.backend.relay import upload
 from octavo.errors import ConfigError
+from octavo.spec.columns import NOTHING, ColumnChooser, Found, Worth, kind_of_match
 from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
 
 # How far up the suffix links an occurrence is refreshed. States further up keep an older occurrence, which is
@@ -118,6 +119,7 @@ class NgramDrafter:
         self.max_draft_tokens = self.max_depth = draft_tokens
         self.footprint_tokens = self.commit_lag_tokens = draft_tokens + 1
         self.min_match_tokens = min_match_tokens
+        self.columns: ColumnChooser | None = None  # None: every token that was found is drafted
         self._rows: dict[int, _Row] = {}
         self._corpus: SuffixAutomaton | None = None
         if corpus:
@@ -127,6 +129,8 @@ class NgramDrafter:
 
     def begin(self, request: DraftRequest) -> None:
         self._rows[request.row] = _Row()
+        if self.columns is not None:
+            self.columns.begin(request.row)
 
     def end(self, row: int) -> None:
         del self._rows[row]
@@ -134,22 +138,25 @@ class NgramDrafter:
     def observe(self, observation: Observation) -> None:
         """Nothing to do: the tokens come with the next `propose`."""
 
-    def propose(self, batch: ProposeBatch) -> Draft:
-        return chains(self.find(batch), batch.rows.device)
+    def adapt(self) -> ColumnChooser:
+        """From now on only the tokens that pay are drafted."""
+        self.columns = ColumnChooser(self.max_draft_tokens)
+        return self.columns
 
-    def find(self, batch: ProposeBatch) -> list[list[int]]:
-        """What may follow in each row, [] where nothing matches."""
+    def propose(self, batch: ProposeBatch) -> Draft:
+        return drafted(batch, self.find, self.columns)
+
+    def find(self, batch: ProposeBatch, worth: Worth | None = None) -> list[Found]:
+        """What may follow in each row as far as it is worth finding, NOTHING where nothing matches."""
         if batch.host_tokens is None:
             raise ValueError("n-gram drafting needs the tokens on the host: settle the rows first")
+        reach = None if worth is None else worth.reach
         rows = zip(batch.host_rows, batch.host_tokens, batch.host_limits, strict=True)
-        return [self.lookup(row, tokens, min(batch.draft_tokens, limit)) for row, tokens, limit in rows]
+        return [self.lookup(row, tokens, min(batch.draft_tokens, limit), reach) for row, tokens, limit in rows]
 
-    def match_tokens(self, row: int) -> int:
-        """Length of the longest suffix of the row's own text that occurred in it before, as of the last `lookup`."""
-        return self._rows[row].text.match_len
-
-    def lookup(self, row: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens that may follow `tokens`, the whole text of `row` so far."""
+    def lookup(self, row: int, tokens: Sequence[int], limit: int, reach: Sequence[int] | None = None) -> Found:
+        """Up to `limit` tokens that may follow `tokens`, the whole text of `row` so far; `reach`: at most so many by
+        the kind of the match."""
         state = self._rows[row]
         fresh = tokens[len(state.text.tokens) :]
         state.text.extend(fresh)
@@ -159,19 +166,43 @@ class NgramDrafter:
                     state.corpus_state, state.corpus_len, token
                 )
         if limit <= 0:
-            return []
+            return NOTHING
         own = state.text
         if self._corpus is not None and state.corpus_len >= max(self.min_match_tokens, own.match_len + 1):
-            return _until_break(self._corpus.tokens, self._corpus.end_of(state.corpus_state) + 1, limit)
+            limit = limit if reach is None else min(limit, reach[kind_of_match(state.corpus_len)])
+            found = _until_break(self._corpus.tokens, self._corpus.end_of(state.corpus_state) + 1, limit)
+            return _matched(found, state.corpus_len)
         if own.match_len < self.min_match_tokens:
-            return []
-        return _continue(own.tokens, own.match_end + 1, limit)
+            return NOTHING
+        limit = limit if reach is None else min(limit, reach[kind_of_match(own.match_len)])
+        return _matched(_continue(own.tokens, own.match_end + 1, limit), own.match_len)
+
+
+def _matched(tokens: list[int], match_tokens: int) -> Found:
+    """Every token that is right makes the match one longer."""
+    return Found(tokens, [kind_of_match(match_tokens + j) for j in range(len(tokens))])
+
+
+def drafted(
+    batch: ProposeBatch,
+    find: Callable[[ProposeBatch, Worth | None], list[Found]],
+    columns: ColumnChooser | None,
+) -> Draft:
+    """What `find` finds as a draft: all of it, or what `columns` takes."""
+    if columns is None:
+        found = find(batch, None)
+    else:
+        worth = columns.worth(len(batch.host_rows))
+        found = columns.take(batch, find(batch, worth), worth)
+    return chains([row.tokens for row in found], batch.rows.device)
 
 
 def chains(drafts: list[list[int]], device: torch.device) -> Draft:
     """One chain a row, as wide as the longest."""
     lengths = tuple(map(len, drafts))
     width = max(lengths, default=0)
+    if width == 0:
+        return Draft(torch.empty((len(drafts), 0), dtype=torch.int64, device=device), None, None, lengths)
     flat = [token for draft in drafts for token in (*draft, *[0] * (width - len(draft)))]
     return Draft(upload(flat, device).reshape(len(drafts), width), None, None, lengths)
 

@@ -26,10 +26,11 @@ import torch
 
 from octavo.errors import ConfigError, ModelError
 from octavo.kv.sizing import DecodeReserve
+from octavo.spec.columns import ColumnChooser, Found, Worth, kind_of_chance
 from octavo.spec.draft_config import FORMAT_VERSION, algorithm_of, read_draft_json
 from octavo.spec.draft_keys import Keys
 from octavo.spec.drafter import Draft, DraftRequest, Observation, ProposeBatch
-from octavo.spec.ngram import chains
+from octavo.spec.ngram import drafted
 from octavo.spec.tensor_file import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -94,22 +95,24 @@ class NgramTable:
             values = zip(phrases.next[at].tolist(), chance[at].tolist(), strict=True)
             self._by_length.append(dict(zip(keys.tolist(), values, strict=True)))
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens that may follow `tokens`: each the likeliest behind the longest known context."""
+    def draft(self, tokens: Sequence[int], limit: int, floor: float = 0.0) -> Found:
+        """Up to `limit` tokens that may follow `tokens`: each the likeliest behind the longest known context. Behind
+        the first none is looked up whose chance together with those before it is below `floor`."""
         context = list(tokens[-self.order :])
-        drafted: list[int] = []
+        found = Found([], [])
         together = 1.0
-        while len(drafted) < limit:
-            found = self._next(context)
-            if found is None:
+        while len(found.tokens) < limit:
+            following = self._next(context)
+            if following is None:
                 break
-            token, chance = found
+            token, chance = following
             together *= chance
-            if together < self.min_probability:
+            if together < self.min_probability or (found.tokens and together < floor):
                 break
-            drafted.append(token)
+            found.tokens.append(token)
+            found.kinds.append(kind_of_chance(chance))
             context = [*context, token][-self.order :]
-        return drafted
+        return found
 
     def _next(self, context: list[int]) -> tuple[int, float] | None:
         for length in range(len(context), 0, -1):
@@ -138,9 +141,12 @@ class TableDrafter:
         self.table = table
         self.max_draft_tokens = self.max_depth = draft_tokens
         self.footprint_tokens = self.commit_lag_tokens = draft_tokens + 1
+        self.columns: ColumnChooser | None = None  # None: every token that was found is drafted
 
     def begin(self, request: DraftRequest) -> None:
-        """Nothing to forget: every `propose` brings the whole text."""
+        """Of the text there is nothing to forget: every `propose` brings all of it."""
+        if self.columns is not None:
+            self.columns.begin(request.row)
 
     def end(self, row: int) -> None:
         """Nothing to free."""
@@ -148,12 +154,21 @@ class TableDrafter:
     def observe(self, observation: Observation) -> None:
         """Nothing to do: the tokens come with the next `propose`."""
 
+    def adapt(self) -> ColumnChooser:
+        """From now on only the tokens that pay are drafted."""
+        self.columns = ColumnChooser(self.max_draft_tokens)
+        return self.columns
+
     def propose(self, batch: ProposeBatch) -> Draft:
+        return drafted(batch, self.find, self.columns)
+
+    def find(self, batch: ProposeBatch, worth: Worth | None = None) -> list[Found]:
+        """What may follow in each row as far as it is worth finding."""
         if batch.host_tokens is None:
             raise ValueError("a table needs the tokens on the host: settle the rows first")
+        floor = 0.0 if worth is None else worth.floor
         rows = zip(batch.host_tokens, batch.host_limits, strict=True)
-        drafts = [self.table.draft(tokens, min(batch.draft_tokens, limit)) for tokens, limit in rows]
-        return chains(drafts, batch.rows.device)
+        return [self.table.draft(tokens, min(batch.draft_tokens, limit), floor) for tokens, limit in rows]
 
 
 def read_table(path: str | Path, vocab_size: int, target_sha256: str | None = None) -> Phrases:

@@ -27,6 +27,8 @@ MAX_NODES = 64  # bits of an ancestor mask
 
 def _columns_real(lengths: torch.Tensor | Sequence[int], m: int, device: torch.device) -> torch.Tensor:
     """[b, m] bool: columns that were really drafted."""
+    if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.bool:
+        return lengths
     real = lengths if isinstance(lengths, torch.Tensor) else upload(list(lengths), device)
     return torch.arange(m, device=device) < real[:, None]
 
@@ -41,8 +43,8 @@ def accept(
     """Which drafted nodes are kept.
 
     draft_tokens [b, m]; parents [b, m] node numbers or None for a chain; lengths: real columns per row (host
-    numbers or a tensor [b]; None: all m); sampled [b, m + 1] the target's token at every node; max_depth: longest path
-    (default m).
+    numbers or a tensor [b]), or which are real (bool [b, m]), None: all m; sampled [b, m + 1] the target's token at
+    every node; max_depth: longest path (default m).
 
     Returns (accept_nodes, counts, out_tokens), w = max_depth + 1:
       accept_nodes [b, w]  node numbers of the accepted path, root first; columns after `counts` repeat the last

@@ -53,7 +53,7 @@ def accept_length(table: NgramTable, samples: Iterable[Sample], draft_tokens: in
     for sample in samples:
         at, end = sample.answer_start, len(sample.tokens)
         while at < end:
-            draft = table.draft(sample.tokens[:at], draft_tokens)
+            draft = table.draft(sample.tokens[:at], draft_tokens).tokens
             truth = sample.tokens[at : at + len(draft)]
             right = next((i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b), len(truth))
             run = min(right + 1, end - at)
