@@ -8,7 +8,7 @@ import random
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.spec.adaptive import AdaptiveLength
+from octavo.spec.adaptive import AdaptiveLength, StepCosts
 
 
 class World:
@@ -182,3 +182,29 @@ def test_all_rows_pay_for_a_step_in_which_one_has_a_draft(drafting: int, pays: b
         lengths.record(4, drafted, accepted + [0] * (4 - drafting), 1.3)
     assert (lengths.best_length(4) > 0) is pays
     assert lengths.best_length(1) > 0, "nothing is known of one row: whoever drafts is hoped to be right"
+
+
+def test_an_old_cost_goes_with_the_machine() -> None:
+    """A draft that was measured while the machine was fast is no cheaper than it was when the machine is slow."""
+    costs = StepCosts()
+    for _ in range(9):
+        costs.add(0, 0, 1.0)
+    for _ in range(3):
+        costs.add(0, 2, 2.0)
+    assert (costs.of(0, 0), costs.of(0, 1), costs.of(0, 2)) == (1.0, 1.5, 2.0)
+    for _ in range(9):
+        costs.add(0, 0, 1.5)
+    assert (costs.of(0, 0), costs.of(0, 1), costs.of(0, 2)) == (1.5, 2.25, 3.0)
+    for _ in range(40):  # all steps draft: now it is the plain step that is old
+        costs.add(0, 2, 2.0)
+    assert (costs.of(0, 0), costs.of(0, 2)) == (1.5, 2.0)
+
+
+def test_costs_of_many_lengths() -> None:
+    costs = StepCosts()
+    assert costs.line(3, [0, 1, 2]) == []
+    costs.add(3, 0, 1.0)
+    costs.add(3, 4, 3.0)
+    assert costs.line(3, [0, 2, 4]) == [1.0, 2.0, 3.0]
+    assert costs.line(3, [4, 6]) == [3.0, 3.75], "beyond what was measured: three quarters of the line"
+    assert costs.of(3, 6) == 4.0

@@ -27,7 +27,8 @@ _DECAY = 0.97  # per recorded step: what is older than some 30 steps no longer c
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # optimistic, so that an unknown drafter gets its chance
 _SAMPLES = 9  # step times kept per (batch, length); their (lower) median is the cost
 GAIN = 1.02  # drafting must beat plain decode by this much
-_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 32, 192, 2
+_FRESH_STEPS = 8  # a plain step that was timed at most so many drafted steps ago is one of now
+_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 32, 512, 2
 ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
 _LEAST_ROW_COST = 0.04  # … and the least that one more token could cost: a length that cannot pay even so is not tried
 _CHECK_STEPS = 40  # while drafting, one step in so many goes to plain decode or a neighbouring length: costs change
@@ -35,28 +36,56 @@ _LOOK_STEPS = 8  # while nothing is drafted, whether it would pay is asked every
 
 
 class StepCosts:
-    """Seconds of a step by batch and draft length: the (lower) median of the newest samples."""
+    """Seconds of a step by batch and draft length: the (lower) median of the newest samples.
+
+    A machine slows down and recovers. Where plain steps are common and drafted ones rare, an old drafted sample says
+    less about its seconds than about its relation to a plain step then: it is kept as that, and goes with the plain
+    steps of now.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[tuple[int, int], deque[float]] = {}
-        self._medians: dict[int, dict[int, float]] = {}  # bucket -> length -> seconds: asked for far more than changed
+        # bucket -> length -> newest samples: seconds, and what they are of a plain step of then (None: too long ago)
+        self._samples: dict[int, dict[int, deque[tuple[float, float | None]]]] = {}
+        self._since_plain: dict[int, int] = {}  # bucket -> drafted steps
+        self._known: dict[int, dict[int, float]] = {}  # medians by bucket and length, made anew after a sample
 
     def add(self, bucket: int, length: int, step_s: float) -> None:
-        times = self._times.setdefault((bucket, length), deque(maxlen=_SAMPLES))
-        times.append(step_s)
-        self._medians.setdefault(bucket, {})[length] = median_low(times)
+        samples = self._samples.setdefault(bucket, {})
+        ratio = None
+        if length == 0:
+            self._since_plain[bucket] = 0
+        elif bucket in self._since_plain:
+            self._since_plain[bucket] += 1
+            if self._since_plain[bucket] <= _FRESH_STEPS:
+                ratio = step_s / self._plain(bucket)
+        samples.setdefault(length, deque(maxlen=_SAMPLES)).append((step_s, ratio))
+        self._known.pop(bucket, None)
 
     def knows(self, bucket: int) -> bool:
         """Whether any step of such a batch was timed."""
-        return bucket in self._medians
+        return bucket in self._samples
 
     def samples(self, bucket: int, length: int) -> int:
-        return len(self._times.get((bucket, length), ()))
+        return len(self._samples.get(bucket, {}).get(length, ()))
+
+    def _plain(self, bucket: int) -> float:
+        return median_low(step_s for step_s, _ in self._samples[bucket][0])
+
+    def _medians(self, bucket: int) -> dict[int, float]:
+        medians = self._known.get(bucket)
+        if medians is None:
+            samples = self._samples.get(bucket, {})
+            plain = self._plain(bucket) if 0 in samples else 0.0
+            medians = self._known[bucket] = {
+                length: median_low(step_s if ratio is None else ratio * plain for step_s, ratio in newest)
+                for length, newest in samples.items()
+            }
+        return medians
 
     def line(self, bucket: int, lengths: Sequence[int]) -> list[float]:
         """`of` for many lengths, rising, [] where nothing was timed. Beyond the longest that was measured a token
         costs three quarters of what the line says: worth a try."""
-        known = sorted(self._medians.get(bucket, {}).items())
+        known = sorted(self._medians(bucket).items())
         if not known:
             return []
         longest, most_s = known[-1]
@@ -68,8 +97,8 @@ class StepCosts:
 
     def of(self, bucket: int, length: int) -> float:
         """Measured, or on the line between (beyond) the nearest measured lengths; 1 is a plain step's where none is."""
-        medians = self._medians.get(bucket)
-        if medians is None:
+        medians = self._medians(bucket)
+        if not medians:
             return 1.0 + ROW_COST * length
         exact = medians.get(length)
         if exact is not None:
