@@ -238,6 +238,7 @@ def load(request):
 def run(request):
     if request["output_tokens"] == 13: raise ValueError("unlucky")
     if request["output_tokens"] == 14: sys.exit("gone")
+    if request["output_tokens"] == 15: import time; time.sleep(600)
     return {{"wall_s": 2.0, "first_token_s": [1.0], "decode_s": 1.0, "output_tokens": [[7] * request["output_tokens"]],
             "step_s": [0.5, 0.25]}}
 serve({{"load": load, "run": run}})
@@ -269,6 +270,14 @@ def test_a_peer_that_fails_or_dies_says_why(peer: Peer) -> None:
     assert peer.run([[1]], Case("depth", 1, 1, 2)).wall_s == 2.0
     with pytest.raises(PeerFailed, match="exit code 1.*gone"):
         peer.run([[1]], Case("depth", 1, 1, 14))
+
+
+def test_a_peer_whose_asker_is_killed_does_not_compute_on(peer: Peer) -> None:
+    process, stdin = peer._process, peer._process.stdin
+    assert stdin is not None
+    stdin.write(json.dumps({"op": "run", "prompts": [[1]], "output_tokens": 15, "temperature": 0}) + "\n")
+    stdin.close()  # as the system does it for a process that is killed
+    assert process.wait(timeout=30) == 1
 
 
 def test_unknown_peers_and_missing_interpreters_are_usage_errors(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def accept(
     if parents is None:
         hit = draft_tokens == sampled[:, :m]
         hit = hit if real is None else hit & real
-        counts = hit[:, :depth].to(torch.int64).cumprod(dim=1).sum(dim=1)
+        counts = hit[:, :depth].cumprod(dim=1).sum(dim=1)
         nodes = torch.minimum(steps.expand(b, width), counts[:, None])
         return nodes, counts, sampled.gather(1, nodes)
     node = torch.zeros(b, dtype=torch.int64, device=device)

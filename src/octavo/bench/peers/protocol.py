@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +27,26 @@ def serve(handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> No
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    for line in sys.stdin:
+    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    busy = threading.Event()
+    threading.Thread(target=_read, args=(requests, busy), daemon=True).start()
+    while (line := requests.get()) is not None:
         request = json.loads(line)
         try:
             answer = handlers[request["op"]](request)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
+        busy.clear()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _read(requests: queue.SimpleQueue[str | None], busy: threading.Event) -> None:
+    """Lines of stdin as they come. If they end while a prompt is computed, who asked was killed: nobody waits."""
+    for line in sys.stdin:
+        busy.set()
+        requests.put(line)
+    if busy.is_set():
+        os._exit(1)
+    requests.put(None)
