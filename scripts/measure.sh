@@ -27,7 +27,10 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
     for name in $part; do
         case $name in
             decode) bench "decode.json" --depth 128 --output-tokens 512 --peer llama.cpp ;;
-            depth) bench "depth.json" --depth 2048,8000 --output-tokens 128 --peer llama.cpp ;; # the peer's prefill is slow
+            depth) # the peer's prefill is slow
+                bench "depth.json" --depth 2048 --output-tokens 128 --peer llama.cpp
+                bench "depth-8000.json" --depth 8000 --output-tokens 384 --peer llama.cpp
+                ;;
             prefill) bench "prefill.json" --prefill 512,1024 --peer llama.cpp ;;
             gemma)
                 model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --turns 4 --peer llama.cpp
