@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.ops.meta import KVView
-from octavo.spec.columns import ColumnChooser, Found, kind_of_chance, kind_of_match
+from octavo.spec.columns import NOTHING, ColumnChooser, Found, kind_of_chance, kind_of_match
 from octavo.spec.drafter import DraftRequest, ProposeBatch
 from octavo.spec.ngram import NgramDrafter
 
@@ -22,6 +22,11 @@ SURE, LIKELY, RARE = kind_of_match(15), kind_of_match(4), kind_of_chance(0.15)
 def asked(rows: int, texts: list[list[int]]) -> ProposeBatch:
     at = torch.arange(rows)
     return ProposeBatch(at, tuple(range(rows)), at, at, MOST, (MOST,) * rows, tuple(texts), KV, 64)
+
+
+def take(chooser: ColumnChooser, texts: list[list[int]], found: list[Found]) -> list[Found]:
+    worth = chooser.worth(len(texts))
+    return [NOTHING] * len(texts) if worth is None else chooser.take(asked(len(texts), texts), found, worth)
 
 
 class World:
@@ -40,7 +45,7 @@ class World:
 
     def step(self, chooser: ColumnChooser, timed: bool = True) -> None:
         rows = self.rows
-        taken = chooser.take(asked(rows, self.texts), [self.found() for _ in range(rows)], chooser.worth(rows))
+        taken = take(chooser, self.texts, [self.found() for _ in range(rows)])
         accepted = []
         for row, text in zip(taken, self.texts, strict=True):
             right = 0
@@ -160,6 +165,26 @@ def test_every_batch_size_has_its_own_costs() -> None:
     assert many.last(LIKELY) < 0.5
 
 
+def test_batches_of_one_cost_class_may_differ_in_size() -> None:
+    """Sixteen and seventeen rows share what is known of their costs; every row finds all it may."""
+    chooser = ColumnChooser(MOST)
+    worlds = [World({SURE: 1.0}, 0.01, rows) for rows in (16, 17)]
+    for _ in range(100):
+        for world in worlds:
+            world.step(chooser)
+    assert worlds[1].last(SURE, 20) > 60
+
+
+def test_while_nothing_pays_little_is_looked_up() -> None:
+    chooser = ColumnChooser(MOST)
+    world = World({RARE: 0.1}, 0.15, 4).run(chooser, 200)
+    looked = sum(chooser.worth(4) is not None for _ in range(100))
+    assert 20 <= looked <= 30
+    world.chances[RARE] = 1.0  # a long match at last: the next look sees it, and then every step looks
+    world.run(chooser, 400)
+    assert world.last(RARE, 50) > 10
+
+
 def test_it_is_deterministic() -> None:
     runs = [World({SURE: 0.9, LIKELY: 0.5, RARE: 0.1}, 0.1, 4).run(ColumnChooser(MOST), 300).taken for _ in range(2)]
     assert runs[0] == runs[1]
@@ -168,12 +193,12 @@ def test_it_is_deterministic() -> None:
 def test_a_row_s_new_owner_is_not_compared_with_the_former_one() -> None:
     chooser = ColumnChooser(MOST)
     before = chooser.chances[SURE]
-    chooser.take(asked(1, [[TRUTH]]), [Found([TRUTH], [SURE])], chooser.worth(1))
+    take(chooser, [[TRUTH]], [Found([TRUTH], [SURE])])
     chooser.begin(0)
-    chooser.take(asked(1, [[5, 5, 5]]), [Found([], [])], chooser.worth(1))
+    take(chooser, [[5, 5, 5]], [NOTHING])
     assert chooser.chances[SURE] == before
-    chooser.take(asked(1, [[5, 5, 5]]), [Found([7, 8], [SURE, LIKELY])], chooser.worth(1))
-    chooser.take(asked(1, [[5, 5, 5, 7, 9]]), [Found([], [])], chooser.worth(1))
+    take(chooser, [[5, 5, 5]], [Found([7, 8], [SURE, LIKELY])])
+    take(chooser, [[5, 5, 5, 7, 9]], [NOTHING])
     assert chooser.chances[SURE] > before
     assert chooser.chances[LIKELY] < ColumnChooser(MOST).chances[LIKELY]
 

@@ -136,6 +136,12 @@ def test_looking_up_that_never_pays_leaves_the_row_to_the_weights() -> None:
     assert sum(said[-30:]) <= 4
 
 
+def seconds(columns: ColumnChooser) -> list[float]:
+    worth = columns.worth(2)
+    assert worth is not None
+    return worth.seconds
+
+
 def test_a_step_belongs_to_its_sources() -> None:
     columns, lengths = ColumnChooser(5), AdaptiveLength(3)
     both = SourceLengths(columns, lengths)
@@ -143,14 +149,14 @@ def test_a_step_belongs_to_its_sources() -> None:
     for _ in range(40):
         both.record(2, [5, 3], [5, 0], 1.0, (LOOKED_UP, LEARNED))
     assert lengths.best_length(2) == 0, "the tokens of the weights were all wrong"
-    assert columns.worth(2).seconds == [], "what a step of the weights costs says nothing about lookups"
+    assert seconds(columns) == [], "what a step of the weights costs says nothing about lookups"
     before = lengths.expected_tokens()
     both.record(2, [5, 0], [5, 0], 3.0, (LOOKED_UP, LEARNED))
     assert lengths.expected_tokens() == before
-    assert columns.worth(2).seconds[5] == 3.0
+    assert seconds(columns)[5] == 3.0
     both.record(2, [0, 0], [0, 0], 0.5)  # nothing was proposed: a plain step
     assert lengths.expected_tokens() == before
-    assert columns.worth(2).seconds[0] == 0.5
+    assert seconds(columns)[0] == 0.5
 
 
 def test_a_tree_is_refused() -> None:

@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.spec.adaptive import GAIN, ROW_COST, StepCosts
+from octavo.spec.adaptive import ROW_COST, StepCosts
 from octavo.spec.drafter import ProposeBatch
 
+_GAIN = 1.05  # verifying must beat plain decode by this much: of many numbers near it the best looks better than it is
 _DECAY = 0.98  # per trial: what is older than some 50 trials of a kind no longer counts
 _PRIOR_WEIGHT = 4.0  # trials that the first guess of a chance is worth
 _MEASURED = 2  # samples by which a cost counts as known
@@ -33,6 +34,7 @@ _TRY_CHANCE = 0.4  # … with tokens that are right at least so often
 _CHECK_STEPS = 40
 _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 64, 512, 2  # while nothing pays: whether costs have changed
 
+_REST_LOOKS, _REST_STEPS = 8, 4  # after so many steps that took nothing only one in so many looks anything up
 _LOOK_STEPS = 8  # what a step costs is looked at so often …
 _EARLY_STEPS = 64  # … and every time at first
 _FLOOR_SHARE = 0.7
@@ -78,6 +80,7 @@ class Worth:
     phrases: bool  # whether any phrase of a table is
     reach: list[int]  # by length of a match, so many tokens behind it are above the floor, but one at least
     looks: int = 0
+    idle: int = 0  # steps since something was taken
     since_plain: int = 0
     on_steps: int = 0
     off_steps: int = 0  # since drafting paid, or was tried
@@ -124,12 +127,16 @@ class ColumnChooser:
         """The row has a new owner."""
         self._waiting.pop(row, None)
 
-    def worth(self, batch: int) -> Worth:
-        """What is worth finding for a step of `batch` rows; called once a step, before anything is looked up."""
+    def worth(self, batch: int) -> Worth | None:
+        """What is worth finding for a step of `batch` rows, None: nothing. Called once a step, before looking up."""
         bucket = _bin(batch)
         known = self._batches.get(bucket)
         if known is None:
             known = self._batches[bucket] = Worth([], 0.0, 0.0, True, [self.most_tokens] * _MATCH_KINDS)
+        known.idle += 1
+        if known.idle > _REST_LOOKS and known.idle % _REST_STEPS and known.looks >= _EARLY_STEPS and not known.burst:
+            known.off_steps += 1
+            return None
         if known.looks % _LOOK_STEPS == 0 or known.looks < _EARLY_STEPS:
             self._look(known, batch, bucket)
         tried = known.burst > 0 or known.off_steps + 1 >= known.interval or not self._knows_drafts(bucket)
@@ -167,7 +174,10 @@ class ColumnChooser:
             return [NOTHING] * len(found)
         chances.sort(reverse=True)  # the chance never rises along a row, so a row's first tokens come first
         counts = [0] * len(found)
-        for _, at in chances[: self._count(len(found), worth, [chance for chance, _ in chances])]:
+        taken = self._count(len(found), worth, [chance for chance, _ in chances])
+        if taken:
+            worth.idle = 0
+        for _, at in chances[:taken]:
             counts[at] += 1
         return [row.cut(count) if count else NOTHING for row, count in zip(found, counts, strict=True)]
 
@@ -192,7 +202,7 @@ class ColumnChooser:
         if worth.seconds:
             plain = worth.seconds[0]
             # n tokens pay if they are right so often on average; a later one may be a little less certain than that
-            floor = min((GAIN * batch * worth.seconds[n] / plain - batch) / n for n in range(1, most + 1))
+            floor = min((_GAIN * batch * worth.seconds[n] / plain - batch) / n for n in range(1, most + 1))
         worth.least = min(max(0.0, _FLOOR_SHARE * floor), 1.0)
         for match in range(_MATCH_KINDS):
             chance, count = 1.0, 0
@@ -236,13 +246,13 @@ class ColumnChooser:
 
     @staticmethod
     def _best(batch: int, seconds: list[float], chances: list[float]) -> tuple[int, int]:
-        """The number of tokens of the highest speed, 0 unless it beats plain decode by 2 %; and the best above 0."""
+        """The number of tokens of the highest speed, 0 unless it beats plain decode by 5 %; and the best above 0."""
         tokens, best, best_speed = float(batch), 1, 0.0
-        for count, chance in enumerate(chances, 1):
+        for count, (chance, step_s) in enumerate(zip(chances, seconds[1:], strict=False), 1):
             tokens += chance
-            if tokens > best_speed * seconds[count]:
-                best, best_speed = count, tokens / seconds[count]
-        return (best if best_speed * seconds[0] > GAIN * batch else 0), best
+            if tokens > best_speed * step_s:
+                best, best_speed = count, tokens / step_s
+        return (best if best_speed * seconds[0] > _GAIN * batch else 0), best
 
 
 def _bin(tokens: int) -> int:
