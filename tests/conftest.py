@@ -16,7 +16,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _own_seed(request: pytest.FixtureRequest) -> None:
-    seed = zlib.crc32(request.node.nodeid.encode()) ^ int(os.environ.get("OCTAVO_TEST_SEED", "0"))
+    seed = zlib.crc32(request.node.nodeid.encode()) ^ (int(os.environ.get("OCTAVO_TEST_SEED", "0")) & 0xFFFFFFFF)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

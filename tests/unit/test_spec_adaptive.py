@@ -200,6 +200,18 @@ def test_an_old_cost_goes_with_the_machine() -> None:
     assert (costs.of(0, 0), costs.of(0, 2)) == (1.5, 2.0)
 
 
+@pytest.mark.parametrize("now", [0.5, 1.5])
+def test_a_cost_is_measured_against_the_plain_steps_of_now(now: float) -> None:
+    costs = StepCosts()
+    for plain in [1.0] * 9 + [now] * 3:
+        costs.add(0, 0, plain)
+    for _ in range(2):
+        costs.add(0, 2, 2.0 * now)
+    for _ in range(9):
+        costs.add(0, 0, now)
+    assert costs.of(0, 2) == 2.0 * now
+
+
 def test_costs_of_many_lengths() -> None:
     costs = StepCosts()
     assert costs.line(3, [0, 1, 2]) == []

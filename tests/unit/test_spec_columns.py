@@ -25,8 +25,8 @@ def asked(rows: int, texts: list[list[int]]) -> ProposeBatch:
 
 
 def take(chooser: ColumnChooser, texts: list[list[int]], found: list[Found]) -> list[Found]:
-    worth = chooser.worth(len(texts))
-    return [NOTHING] * len(texts) if worth is None else chooser.take(asked(len(texts), texts), found, worth)
+    rows = len(texts)
+    return chooser.take(asked(rows, texts), found, chooser.worth(rows)) if chooser.choose(rows) else [NOTHING] * rows
 
 
 class World:
@@ -155,6 +155,16 @@ def test_without_times_the_chances_decide() -> None:
     assert World({SURE: 1.0}, 0.1).run(ColumnChooser(MOST), 100, timed=False).last(SURE, 20) == MOST
 
 
+def test_steps_beside_prompts_are_not_timed_and_draft_all_the_same() -> None:
+    chooser = ColumnChooser(MOST)
+    world = World({SURE: 1.0}, 0.05).run(chooser, 60)
+    assert world.run(chooser, 400, timed=False).last(SURE, 100) > 4
+    fresh = World({SURE: 1.0}, 0.05)
+    late = ColumnChooser(MOST)
+    late.record(1, [MOST], [MOST], 1.2)
+    assert fresh.run(late, 100, timed=False).last(SURE, 50) > 4, "a plain step is asked for, but none is ever timed"
+
+
 def test_every_batch_size_has_its_own_costs() -> None:
     chooser = ColumnChooser(MOST)
     one, many = World({LIKELY: 0.8}, 0.02), World({LIKELY: 0.8}, 0.3, rows=8)
@@ -168,17 +178,14 @@ def test_every_batch_size_has_its_own_costs() -> None:
 def test_batches_of_one_cost_class_may_differ_in_size() -> None:
     """Sixteen and seventeen rows share what is known of their costs; every row finds all it may."""
     chooser = ColumnChooser(MOST)
-    worlds = [World({SURE: 1.0}, 0.01, rows) for rows in (16, 17)]
-    for _ in range(100):
-        for world in worlds:
-            world.step(chooser)
-    assert worlds[1].last(SURE, 20) > 60
+    World({SURE: 1.0}, 0.01, 16).run(chooser, 73)
+    assert World({SURE: 1.0}, 0.01, 17).run(chooser, 20).last(SURE, 20) > 0.9 * 17 * MOST
 
 
 def test_while_nothing_pays_little_is_looked_up() -> None:
     chooser = ColumnChooser(MOST)
     world = World({RARE: 0.1}, 0.15, 4).run(chooser, 200)
-    looked = sum(chooser.worth(4) is not None for _ in range(100))
+    looked = sum(chooser.choose(4) > 0 for _ in range(100))
     assert 20 <= looked <= 30
     world.chances[RARE] = 1.0  # a long match at last: the next look sees it, and then every step looks
     world.run(chooser, 400)

@@ -12,7 +12,7 @@ from octavo.ops.meta import KVView
 from octavo.spec.adaptive import AdaptiveLength
 from octavo.spec.columns import ColumnChooser
 from octavo.spec.drafter import Draft, Drafter, DraftRequest, Observation, ProposeBatch, kv_owner
-from octavo.spec.lookup_first import LEARNED, LOOKED_UP, LookupFirstDrafter, SourceLengths
+from octavo.spec.lookup_first import LEARNED, LOOKED_UP, LookupFirstDrafter, TwoSources
 from octavo.spec.ngram import NgramDrafter
 
 KV = KVView(None, None, torch.zeros(8, 1, dtype=torch.int32), None, 16)
@@ -123,6 +123,34 @@ def test_lengths_by_source() -> None:
     assert sum(by_weights[-40:]) <= 4
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("right", [0, 2, 3])
+def test_rows_that_copy_are_looked_up_whatever_the_weights_can(rows: int, right: int) -> None:
+    """Of the three tokens of the weights `right` are right; every looked-up one is, and costs no forward."""
+    both, learned = drafter()
+    lengths = both.adapt()
+    period = list(range(200, 230))
+    texts = [period * 2 for _ in range(rows)]
+    by_lookup = []
+    for _ in range(600):
+        if lengths.choose(rows) == 0:
+            counts, sources = [0] * rows, ()
+        else:
+            before = len(learned.calls)
+            draft = drafted(both, texts, lengths.choose(rows))
+            counts, sources = list(draft.lengths), draft.sources
+        accepted = []
+        for i, text in enumerate(texts):
+            source = sources[i] if sources else LEARNED
+            accepted.append(counts[i] if source == LOOKED_UP else min(counts[i], right))
+            at = len(text)
+            text.extend([period[(at + j) % 30] for j in range(accepted[-1] + 1)])
+        forward = 0.3 if sources and len(learned.calls) > before else 0.0
+        lengths.record(rows, counts, accepted, 1.0 + forward + 0.1 * sum(counts), sources)
+        by_lookup.append(sum(n for n, s in zip(counts, sources, strict=False) if s == LOOKED_UP))
+    assert sum(by_lookup[-200:]) / 200 > 4.5 * rows
+
+
 def test_looking_up_that_never_pays_leaves_the_row_to_the_weights() -> None:
     both, _ = drafter()
     lengths = both.adapt()
@@ -137,14 +165,12 @@ def test_looking_up_that_never_pays_leaves_the_row_to_the_weights() -> None:
 
 
 def seconds(columns: ColumnChooser) -> list[float]:
-    worth = columns.worth(2)
-    assert worth is not None
-    return worth.seconds
+    return columns.worth(2).seconds
 
 
 def test_a_step_belongs_to_its_sources() -> None:
     columns, lengths = ColumnChooser(5), AdaptiveLength(3)
-    both = SourceLengths(columns, lengths)
+    both = TwoSources(columns, lengths)
     assert both.choose(4) == 5
     for _ in range(40):
         both.record(2, [5, 3], [5, 0], 1.0, (LOOKED_UP, LEARNED))

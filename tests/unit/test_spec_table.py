@@ -13,6 +13,7 @@ import torch
 
 from octavo.errors import ConfigError, ModelError, ModelNotFound
 from octavo.ops.meta import KVView
+from octavo.spec.columns import ColumnChooser, Worth
 from octavo.spec.drafter import Drafter, DraftRequest, ProposeBatch
 from octavo.spec.lookup_first import LookupFirstDrafter
 from octavo.spec.ngram import NgramDrafter
@@ -61,6 +62,15 @@ def test_a_draft_ends_where_it_becomes_unlikely() -> None:
     assert NgramTable(counted(texts, least=0.8)).draft([1], 9).tokens == [2, 3]  # 0.9, 0.81, 0.73
     assert NgramTable(counted(texts, least=0.0)).draft([1], 9).tokens == [2, 3, 4, 5]
     assert NgramTable(counted(texts, least=1.0)).draft([1], 9).tokens == []
+
+
+def test_it_walks_as_far_as_what_was_learned_says() -> None:
+    """What followed in half of the places, but has been right every time lately, is drafted on."""
+    texts = [[1, 2, 3, 4, 5]] * 9 + [[1, 7], [2, 7], [3, 7], [4, 7]] * 9
+    table = NgramTable(count_phrases(texts, order=1, min_count=1, vocab_size=VOCAB, min_probability=0.0))
+    chances = list(ColumnChooser(5).chances)
+    assert table.draft([1], 4, Worth(chances, floor=0.4)).tokens == [2]
+    assert table.draft([1], 4, Worth([1.0] * len(chances), floor=0.4)).tokens == [2, 3, 4, 5]
 
 
 def test_large_vocabularies_do_not_mix_contexts_up() -> None:

@@ -30,7 +30,7 @@ from octavo.spec.adaptive import AdaptiveLength
 from octavo.spec.choose import Bound, DraftPlan, plan_draft
 from octavo.spec.columns import ColumnChooser
 from octavo.spec.drafter import Drafter
-from octavo.spec.lookup_first import LookupFirstDrafter, SourceLengths
+from octavo.spec.lookup_first import LookupFirstDrafter, TwoSources
 from octavo.spec.ngram import NgramDrafter
 from octavo.spec.table import TableDrafter
 
@@ -49,7 +49,7 @@ class Parts:
     vocab_size: int
     reserve: DecodeReserve
     drafter: Drafter | None = None
-    adaptive: AdaptiveLength | ColumnChooser | SourceLengths | None = None
+    adaptive: AdaptiveLength | ColumnChooser | TwoSources | None = None
     grammars: Any = None
     startup_lines: list[str] = field(default_factory=list)
     trace: Any = None
@@ -197,7 +197,7 @@ def _trace(config: EngineConfig) -> Any:
     return TraceWriter(config.record_trace)
 
 
-def _adaptive(config: EngineConfig, drafter: Drafter | None) -> AdaptiveLength | ColumnChooser | SourceLengths | None:
+def _adaptive(config: EngineConfig, drafter: Drafter | None) -> AdaptiveLength | ColumnChooser | TwoSources | None:
     """The chooser of draft lengths; without it every step drafts as much as it may."""
     if drafter is None or not config.draft_adaptive:
         return None

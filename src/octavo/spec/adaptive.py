@@ -27,6 +27,7 @@ _DECAY = 0.97  # per recorded step: what is older than some 30 steps no longer c
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # optimistic, so that an unknown drafter gets its chance
 _SAMPLES = 9  # step times kept per (batch, length); their (lower) median is the cost
 GAIN = 1.02  # drafting must beat plain decode by this much
+_NOW_SAMPLES = 3  # a plain step of now is the median of so many
 _FRESH_STEPS = 8  # a plain step that was timed at most so many drafted steps ago is one of now
 _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 32, 512, 2
 ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
@@ -57,7 +58,7 @@ class StepCosts:
         elif bucket in self._since_plain:
             self._since_plain[bucket] += 1
             if self._since_plain[bucket] <= _FRESH_STEPS:
-                ratio = step_s / self._plain(bucket)
+                ratio = step_s / median_low([plain_s for plain_s, _ in samples[0]][-_NOW_SAMPLES:])
         samples.setdefault(length, deque(maxlen=_SAMPLES)).append((step_s, ratio))
         self._known.pop(bucket, None)
 
@@ -68,14 +69,11 @@ class StepCosts:
     def samples(self, bucket: int, length: int) -> int:
         return len(self._samples.get(bucket, {}).get(length, ()))
 
-    def _plain(self, bucket: int) -> float:
-        return median_low(step_s for step_s, _ in self._samples[bucket][0])
-
     def _medians(self, bucket: int) -> dict[int, float]:
         medians = self._known.get(bucket)
         if medians is None:
             samples = self._samples.get(bucket, {})
-            plain = self._plain(bucket) if 0 in samples else 0.0
+            plain = median_low(step_s for step_s, _ in samples[0]) if 0 in samples else 0.0
             medians = self._known[bucket] = {
                 length: median_low(step_s if ratio is None else ratio * plain for step_s, ratio in newest)
                 for length, newest in samples.items()
@@ -83,8 +81,8 @@ class StepCosts:
         return medians
 
     def line(self, bucket: int, lengths: Sequence[int]) -> list[float]:
-        """`of` for many lengths, rising, [] where nothing was timed. Beyond the longest that was measured a token
-        costs three quarters of what the line says: worth a try."""
+        """Seconds of a step for each of `lengths`, [] where nothing was timed: on the lines between what was measured,
+        and beyond the longest three quarters of what its line says for a token, which is worth a try."""
         known = sorted(self._medians(bucket).items())
         if not known:
             return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ class CheckedDrafter:
             return None
 
     def _proposed(self, batch: ProposeBatch) -> Draft:
-        draft = self._inner.propose(batch)
+        # copies: the verify goes on from the originals
+        rows, seq_lens, last_tokens = (given.clone() for given in (batch.rows, batch.seq_lens, batch.last_tokens))
+        draft = self._inner.propose(replace(batch, rows=rows, seq_lens=seq_lens, last_tokens=last_tokens))
         check(draft, batch, self._inner.max_draft_tokens, self._inner.max_depth)
         if draft.tokens.device.type == "cpu":
             check_values(draft, batch, self._vocab_size)

@@ -19,7 +19,7 @@ Deterministic: given the same calls with the same costs it chooses the same toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.spec.adaptive import ROW_COST, StepCosts
 from octavo.spec.drafter import ProposeBatch
@@ -28,8 +28,9 @@ _GAIN = 1.05  # verifying must beat plain decode by this much: of many numbers n
 _DECAY = 0.98  # per trial: what is older than some 50 trials of a kind no longer counts
 _PRIOR_WEIGHT = 4.0  # trials that the first guess of a chance is worth
 _MEASURED = 2  # samples by which a cost counts as known
+_ASKED = 8  # steps at most that are spent on that: beside prompts none is timed
 _SHORT_TOKENS = 2  # what is drafted in a batch for the first time, to learn what a token costs there
-_TRY_CHANCE = 0.4  # … with tokens that are right at least so often
+_TRY_CHANCE = 0.25  # … with tokens that are right at least so often
 # While drafting: a plain step behind so many without one, and more tokens in one of so many, as costs change.
 _CHECK_STEPS = 40
 _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 64, 512, 2  # while nothing pays: whether costs have changed
@@ -74,13 +75,16 @@ NOTHING = Found([], [])
 class Worth:
     """What is known of steps of one batch size, looked at anew every few steps."""
 
-    seconds: list[float]  # of a step, by the tokens that it verifies in all: 0, 1, …; [] while none was timed
-    least: float  # chance below which a token cannot pay
-    floor: float  # `least`, or what is tried in this step: tokens of a lower chance are not worth finding
-    phrases: bool  # whether any phrase of a table is
-    reach: list[int]  # by length of a match, so many tokens behind it are above the floor, but one at least
+    chances: list[float]  # by kind, the chooser's own
+    seconds: list[float] = field(default_factory=list)  # of a step, by drafted tokens: 0, 1, …; [] while none was timed
+    least: float = 0.0  # chance below which a token cannot pay
+    floor: float = 0.0  # `least`, or what is tried in this step: tokens of a lower chance are not worth finding
+    phrases: bool = True  # whether any phrase of a table is
+    reach: list[int] = field(default_factory=list)  # by length of a match: tokens worth finding behind it, one at least
     looks: int = 0
     idle: int = 0  # steps since something was taken
+    asked: int = 0  # plain steps that were asked for before two were timed
+    tried: int = 0  # short drafts before two were timed
     since_plain: int = 0
     on_steps: int = 0
     off_steps: int = 0  # since drafting paid, or was tried
@@ -99,12 +103,19 @@ class ColumnChooser:
         self._waiting: dict[int, tuple[int, Found]] = {}  # row -> its text's tokens when this was looked up
         self._costs = StepCosts()
         self._batches: dict[int, Worth] = {}
+        self.measuring = False  # whether the newest choice is for its cost: no other draft may be in that step
 
     # -- what the engine asks and tells ------------------------------------------------------------------------------
 
     def choose(self, batch: int) -> int:
-        """Upper bound of the next step's draft length: which tokens are taken is known only when they are found."""
-        return self.most_tokens
+        """Upper bound of the next step's draft length: which tokens are taken is known only when they are found. 0
+        where nothing is looked up."""
+        known = self._of(_bin(max(1, batch)))
+        known.idle += 1
+        if known.looks < _EARLY_STEPS or known.burst or known.idle <= _REST_LOOKS or known.idle % _REST_STEPS == 0:
+            return self.most_tokens
+        known.off_steps += 1
+        return 0
 
     def record(
         self,
@@ -118,8 +129,8 @@ class ColumnChooser:
         if step_s is not None and step_s > 0 and batch > 0:
             bucket, count = _bin(batch), sum(drafted)
             self._costs.add(bucket, _bin(count), step_s)
-            if count == 0 and bucket in self._batches:
-                self._batches[bucket].since_plain = 0
+            known = self._of(bucket)
+            known.since_plain = 0 if count == 0 else known.since_plain + 1
 
     # -- what the drafters ask ---------------------------------------------------------------------------------------
 
@@ -127,17 +138,12 @@ class ColumnChooser:
         """The row has a new owner."""
         self._waiting.pop(row, None)
 
-    def worth(self, batch: int) -> Worth | None:
-        """What is worth finding for a step of `batch` rows, None: nothing. Called once a step, before looking up."""
+    def worth(self, batch: int) -> Worth:
+        """What is worth finding for a step of `batch` rows; called once a step, before anything is looked up."""
         bucket = _bin(batch)
-        known = self._batches.get(bucket)
-        if known is None:
-            known = self._batches[bucket] = Worth([], 0.0, 0.0, True, [self.most_tokens] * _MATCH_KINDS)
-        known.idle += 1
-        if known.idle > _REST_LOOKS and known.idle % _REST_STEPS and known.looks >= _EARLY_STEPS and not known.burst:
-            known.off_steps += 1
-            return None
-        if known.looks % _LOOK_STEPS == 0 or known.looks < _EARLY_STEPS:
+        known = self._of(bucket)
+        grown = 0 < len(known.seconds) <= batch * self.most_tokens
+        if known.looks % _LOOK_STEPS == 0 or known.looks < _EARLY_STEPS or grown:
             self._look(known, batch, bucket)
         tried = known.burst > 0 or known.off_steps + 1 >= known.interval or not self._knows_drafts(bucket)
         known.floor = min(known.least, _TRY_CHANCE) if tried else known.least
@@ -169,6 +175,7 @@ class ColumnChooser:
                     if chance < worth.floor:
                         break
                     chances.append((chance, at))
+        self.measuring = False
         if not chances:
             worth.off_steps += 1
             return [NOTHING] * len(found)
@@ -218,20 +225,27 @@ class ColumnChooser:
         bucket = _bin(batch)
         if not worth.seconds:
             return self._best(batch, [1.0 + ROW_COST * n for n in range(len(chances) + 1)], chances)[0]
-        if self._costs.samples(bucket, 0) < _MEASURED:
+        if self._costs.samples(bucket, 0) < _MEASURED and worth.asked < _ASKED:
+            worth.asked += 1
+            self.measuring = True
             return 0
         likely = sum(chance >= _TRY_CHANCE for chance in chances)
-        if likely and not self._knows_drafts(bucket):
+        if likely and not self._knows_drafts(bucket) and worth.tried < _ASKED:
+            worth.tried += 1
+            self.measuring = True
             return min(likely, _SHORT_TOKENS)
         count, nearest = self._best(batch, worth.seconds, chances)
         if count:
             worth.off_steps, worth.interval, worth.burst = 0, _FIRST_PROBE_STEPS, 0
-            worth.since_plain += 1
             worth.on_steps += 1
-            if worth.since_plain > _CHECK_STEPS:
+            if worth.since_plain >= _CHECK_STEPS:
+                worth.since_plain = 0
+                self.measuring = True
                 return 0
-            longer = count + max(1, count // 2)
-            return count if worth.on_steps % _CHECK_STEPS else min(longer, len(chances))
+            if worth.on_steps % _CHECK_STEPS:
+                return count
+            self.measuring = True
+            return min(count + max(1, count // 2), len(chances))
         worth.off_steps += 1
         if not likely or (worth.burst == 0 and worth.off_steps < worth.interval):
             return 0
@@ -239,7 +253,14 @@ class ColumnChooser:
             worth.interval, worth.burst = min(2 * worth.interval, _LAST_PROBE_STEPS), _BURST_STEPS
         worth.off_steps = 0
         worth.burst -= 1
+        self.measuring = True
         return nearest
+
+    def _of(self, bucket: int) -> Worth:
+        known = self._batches.get(bucket)
+        if known is None:
+            known = self._batches[bucket] = Worth(self.chances, reach=[self.most_tokens] * _MATCH_KINDS)
+        return known
 
     def _knows_drafts(self, bucket: int) -> bool:
         return any(self._costs.samples(bucket, _bin(n)) >= _MEASURED for n in range(1, _SHORT_TOKENS + 1))
@@ -248,10 +269,10 @@ class ColumnChooser:
     def _best(batch: int, seconds: list[float], chances: list[float]) -> tuple[int, int]:
         """The number of tokens of the highest speed, 0 unless it beats plain decode by 5 %; and the best above 0."""
         tokens, best, best_speed = float(batch), 1, 0.0
-        for count, (chance, step_s) in enumerate(zip(chances, seconds[1:], strict=False), 1):
+        for count, chance in enumerate(chances, 1):
             tokens += chance
-            if tokens > best_speed * step_s:
-                best, best_speed = count, tokens / step_s
+            if tokens > best_speed * seconds[count]:
+                best, best_speed = count, tokens / seconds[count]
         return (best if best_speed * seconds[0] > _GAIN * batch else 0), best
 
 

@@ -37,12 +37,12 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class ProposeBatch:
-    """b decode rows about to be verified.
+    """b decode rows about to be verified. The tensors are the engine's own: to be read.
 
     rows         [b] int64 ledger rows (device) and `host_rows`, the same on the host
     seq_lens     [b] int64 KV slots committed as the device knows it = position of `last_tokens`
     last_tokens  [b] int64 newest token of each row; it has no KV yet and is the root of the draft
-    draft_tokens host: how many tokens to draft this step (adaptive, 0 … max_draft_tokens); uniform over rows
+    draft_tokens host: how many tokens to draft this step at most (adaptive, 0 … max_draft_tokens), for every row
     host_limits  host: per-row upper bound of drafted tokens (context, max_tokens)
     host_tokens  host: full token lists (prompt + output); None unless `needs_host_tokens`
     max_kv_tokens host upper bound of any slot read or written, plus one

@@ -31,7 +31,7 @@ def no_tree(top_k: int) -> ConfigError:
 
 class LookupFirstDrafter:
     """`lookup` and a table of phrases, whichever is expected to be right for longer; or `lookup`, and a chain or a
-    block of a draft with weights where nothing is found. Raises ConfigError for a tree.
+    block of a draft with weights where nothing that was found is worth verifying. Raises ConfigError for a tree.
     """
 
     needs_host_tokens = True
@@ -69,21 +69,22 @@ class LookupFirstDrafter:
 
     # -- propose -----------------------------------------------------------------------------------------------------
 
-    def adapt(self) -> ColumnChooser | SourceLengths:
+    def adapt(self) -> ColumnChooser | TwoSources:
         """From now on each source drafts as much as pays for it."""
         if isinstance(self.learned, TableDrafter):
             self.columns = ColumnChooser(self.max_draft_tokens)
             return self.columns
         self.columns = ColumnChooser(self.lookup.max_draft_tokens)
         self.lengths = AdaptiveLength(self.learned.max_draft_tokens)
-        return SourceLengths(self.columns, self.lengths)
+        return TwoSources(self.columns, self.lengths)
 
     def propose(self, batch: ProposeBatch) -> Draft:
         if isinstance(self.learned, TableDrafter):
             return drafted(batch, self._find, self.columns)
         looked_up = drafted(batch, self.lookup.find, self.columns)
         sources = tuple(LOOKED_UP if length else LEARNED for length in looked_up.lengths)
-        learned = self._learned(batch, sources) if LEARNED in sources else None
+        alone = self.columns is not None and self.columns.measuring
+        learned = self._learned(batch, sources) if LEARNED in sources and not alone else None
         return replace(_joined(looked_up, learned), sources=sources)
 
     def _find(self, batch: ProposeBatch, worth: Worth | None) -> list[Found]:
@@ -115,7 +116,7 @@ class LookupFirstDrafter:
         return draft
 
 
-class SourceLengths:
+class TwoSources:
     """What a drafter of two sources is asked and told: a step in which the weights drafted is theirs, one of looked-up
     tokens alone is the lookup's, a plain one counts for both."""
 

@@ -193,7 +193,7 @@ def drafted(
         found = find(batch, None)
     else:
         worth = columns.worth(len(batch.host_rows))
-        found = [NOTHING] * len(batch.host_rows) if worth is None else columns.take(batch, find(batch, worth), worth)
+        found = columns.take(batch, find(batch, worth), worth)
     return chains([row.tokens for row in found], batch.rows.device)
 
 

@@ -95,22 +95,25 @@ class NgramTable:
             values = zip(phrases.next[at].tolist(), chance[at].tolist(), strict=True)
             self._by_length.append(dict(zip(keys.tolist(), values, strict=True)))
 
-    def draft(self, tokens: Sequence[int], limit: int, floor: float = 0.0) -> Found:
-        """Up to `limit` tokens that may follow `tokens`: each the likeliest behind the longest known context. Behind
-        the first none is looked up whose chance together with those before it is below `floor`."""
+    def draft(self, tokens: Sequence[int], limit: int, worth: Worth | None = None) -> Found:
+        """Up to `limit` tokens that may follow `tokens`: each the likeliest behind the longest known context; behind
+        the first only as far as it is worth finding."""
         context = list(tokens[-self.order :])
         found = Found([], [])
-        together = 1.0
+        together = learned = 1.0
         while len(found.tokens) < limit:
             following = self._next(context)
             if following is None:
                 break
             token, chance = following
             together *= chance
-            if together < self.min_probability or (found.tokens and together < floor):
+            kind = kind_of_chance(chance)
+            if worth is not None:
+                learned *= worth.chances[kind]
+            if together < self.min_probability or (found.tokens and worth is not None and learned < worth.floor):
                 break
             found.tokens.append(token)
-            found.kinds.append(kind_of_chance(chance))
+            found.kinds.append(kind)
             context = [*context, token][-self.order :]
         return found
 
@@ -166,9 +169,8 @@ class TableDrafter:
         """What may follow in each row as far as it is worth finding."""
         if batch.host_tokens is None:
             raise ValueError("a table needs the tokens on the host: settle the rows first")
-        floor = 0.0 if worth is None else worth.floor
         rows = zip(batch.host_tokens, batch.host_limits, strict=True)
-        return [self.table.draft(tokens, min(batch.draft_tokens, limit), floor) for tokens, limit in rows]
+        return [self.table.draft(tokens, min(batch.draft_tokens, limit), worth) for tokens, limit in rows]
 
 
 def read_table(path: str | Path, vocab_size: int, target_sha256: str | None = None) -> Phrases:

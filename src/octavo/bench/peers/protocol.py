@@ -23,7 +23,8 @@ from typing import Any
 
 
 def serve(handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Answer requests until stdin closes. Whatever the library prints goes to stderr, not between our lines."""
+    """Answer requests until stdin closes, one at a time: who closes it before an answer came gets none, and the process
+    ends with 1. Whatever the library prints goes to stderr, not between our lines."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
