@@ -183,6 +183,19 @@ class Stumbles(Odd):
         raise KeyError("row")
 
 
+class Scribbles(Odd):
+    """Counts on in the tensors it was given."""
+
+    def propose(self, batch: ProposeBatch) -> Draft:
+        for given in (batch.rows, batch.seq_lens, batch.last_tokens):
+            given += 1
+        return chain([3], (1,))
+
+
+def test_a_drafter_that_writes_into_its_batch_changes_nothing() -> None:
+    assert answer(f"{__name__}:Scribbles", [3, 1, 4])[0] == answer("none", [3, 1, 4])[0]
+
+
 @pytest.mark.parametrize("said", PROPOSALS)
 def test_a_faulty_proposal_ends_the_drafts_and_not_the_request(
     said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
