@@ -60,7 +60,7 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                 # shellcheck disable=SC2086  # $fresh is a flag or nothing
                 "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts perplexity,needle --windows 3 --seeds 20 \
                     --threads 1 $fresh --json "$results/hisparse-quality.json" --plot docs/hisparse-quality.svg
-                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,perplexity,needle --seeds 2 --threads 1 \
+                "${VENV:-.venv}"/bin/python benchmarks/hisparse.py --parts memory,perplexity,needle --seeds 20 --threads 1 \
                     --model gemma3-270m --contexts 4096,16384,32768 --windows 2 \
                     --json "$results/hisparse-gemma.json" --plot docs/hisparse-gemma.svg
                 ;;

@@ -38,7 +38,7 @@ _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 64, 512, 2  # while nothin
 _REST_LOOKS, _REST_STEPS = 8, 4  # after so many steps that took nothing only one in so many looks anything up
 _LOOK_STEPS = 8  # what a step costs is looked at so often …
 _EARLY_STEPS = 64  # … and every time at first
-_FLOOR_SHARE = 0.7
+_FLOOR_SHARE = 0.7  # of the average chance that would pay: a later token may be a little less certain than that
 
 _MATCH_KINDS, _CHANCE_KINDS = 16, 10
 _PRIORS = (
@@ -208,7 +208,7 @@ class ColumnChooser:
         floor = 0.0
         if worth.seconds:
             plain = worth.seconds[0]
-            # n tokens pay if they are right so often on average; a later one may be a little less certain than that
+            # n tokens pay if they are right so often on average
             floor = min((_GAIN * batch * worth.seconds[n] / plain - batch) / n for n in range(1, most + 1))
         worth.least = min(max(0.0, _FLOOR_SHARE * floor), 1.0)
         for match in range(_MATCH_KINDS):
