@@ -116,7 +116,7 @@ def routing(tmp: Path, prefill: Server, bootstrap_port: int, decodes: list[Serve
     for server in decodes:
         command += ["--decode", server.url]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), *HEALTH]
-    # In turns: the default policy sends a prompt to where it was before, so all tries may go to the server that is gone.
+    # In turns: the default policy sends a prompt where it was before, so all tries may go to the server that is gone.
     command += ["--decode-policy", "round_robin"] if retries else ["--disable-retries"]
     with (tmp / "router.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
