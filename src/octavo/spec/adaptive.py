@@ -132,8 +132,6 @@ class AdaptiveLength:
         self._on_steps = 0
         self._burst = 0
         self._off_bucket: int | None = None  # batches for which drafting was seen not to pay, nothing drafted since
-        self.switches = 0  # how often the length changed, for the metrics
-        self._last = max_draft_tokens
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -141,11 +139,7 @@ class AdaptiveLength:
         """Draft length of the next step of `batch` decoding rows."""
         if not self.enabled or self.max_draft_tokens == 0:
             return self.max_draft_tokens
-        length = self._choose(max(1, batch))
-        if length != self._last:
-            self.switches += 1
-            self._last = length
-        return length
+        return self._choose(max(1, batch))
 
     def _choose(self, batch: int) -> int:
         if self._still_off(batch):
