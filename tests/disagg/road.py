@@ -35,7 +35,8 @@ class DataRoad:
         self._closed = False
         self._sockets: list[socket.socket] = []
         self._rpc_server, self._data_server = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-        self.address = f"127.0.0.1:{self._rpc_server.getsockname()[1]}"
+        self.rpc_port, self.data_port = (s.getsockname()[1] for s in (self._rpc_server, self._data_server))
+        self.address = f"127.0.0.1:{self.rpc_port}"
         for server, handle in ((self._rpc_server, self._greet), (self._data_server, self._join)):
             threading.Thread(target=self._accept, args=(server, handle), daemon=True).start()
 
@@ -83,7 +84,7 @@ class DataRoad:
                 answer = _frame(real)
                 document = json.loads(answer[9:])
                 self._data = (document["tcp_data_host"], document["tcp_data_port"])
-                document["tcp_data_port"] = self._data_server.getsockname()[1]
+                document["tcp_data_port"], document["name"] = self.data_port, self.address
                 body = answer[8:9] + json.dumps(document).encode()
                 client.sendall(struct.pack("<Q", len(body)) + body)
 

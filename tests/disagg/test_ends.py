@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,13 +22,14 @@ from octavo.disagg import protocol as p
 from octavo.disagg import zmq_hub
 from octavo.disagg.layout import fingerprint
 from octavo.disagg.protocol import Region
-from octavo.disagg.transport.base import Copy, Status, copies_of
+from octavo.disagg.transport.base import Copy, Status, Ticket, copies_of
 from octavo.disagg.transport.mooncake import MooncakeTransport
 from octavo.disagg.zmq_hub import ZmqHub
 from octavo.errors import ConfigError
 from octavo.model.load import load_model
 from octavo.model.load.expected import expected_tensors
 from tests.api.serving import ROOT, free_port, until
+from tests.disagg.road import DataRoad
 from tests.unit.load_files import hf_config_json, random_tensors, tiny, write_folder
 
 LAYOUT = p.Layout(2, "m", "w", "float32: fp32 × 9", 16, "float32", 4, 0, 2, 16, 0, "none", "little")
@@ -153,50 +156,92 @@ sys.stdin.read()
 """
 
 
-def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
-    """With the peer stopped a read fails, and its bytes come all the same when the peer goes on."""
+@contextlib.contextmanager
+def source_process() -> Iterator[tuple[subprocess.Popen[str], str, Region]]:
+    """A process whose memory can be read: page n holds the numbers from n * 8192 on. Yields it, address and region."""
     source = subprocess.Popen([sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                               env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, stderr=subprocess.DEVNULL)
-    assert source.stdout is not None and source.stdin is not None
+    assert source.stdout is not None
     try:
         address, base = source.stdout.readline().split()
-        here = MooncakeTransport("127.0.0.1")
-        woken: list[int] = []
-        here.on_final(lambda: woken.append(1))
+        yield source, address, Region(int(base), 65536, 256)
+    finally:
+        source.kill()
+        source.wait()
+
+
+class Reader:
+    """This process's end: 256 pages of -1."""
+
+    def __init__(self) -> None:
+        self.transport = MooncakeTransport("127.0.0.1")
         memory = np.full(256 * 8192, -1, dtype=np.int64)
-        local, remote = Region(memory.ctypes.data, 65536, 256), Region(int(base), 65536, 256)
-        here.register([local])
+        self.pages = memory.reshape(256, 8192)
+        self.region = Region(memory.ctypes.data, 65536, 256)
+        self.transport.register([self.region])
+
+    def read(self, address: str, remote: Region, targets: list[int], sources: list[int]) -> Ticket:
+        return self.transport.read(address, copies_of(self.region, remote, targets, sources))
+
+    def holds(self, targets: list[int], sources: list[int]) -> bool:
+        return all((self.pages[t] == np.arange(s * 8192, (s + 1) * 8192)).all()
+                   for t, s in zip(targets, sources, strict=True))
+
+
+def test_mooncake_moves_pages_and_never_calls_a_failure_final() -> None:
+    with source_process() as (source, address, remote):
+        here = Reader()
+        woken: list[int] = []
+        here.transport.on_final(lambda: woken.append(1))
         targets, sources = list(range(0, 120, 2)), list(range(1, 121, 2))
-        ticket = here.read(address, copies_of(local, remote, targets, sources))
+        ticket = here.read(address, remote, targets, sources)
         until(lambda: ticket.status is not Status.PENDING)
         assert ticket.status is Status.DONE, ticket.error
         assert woken and ticket.moved_bytes == 60 * 65536
-        pages = memory.reshape(256, 8192)
-        assert all((pages[t] == np.arange(s * 8192, (s + 1) * 8192)).all()
-                   for t, s in zip(targets, sources, strict=True))
-        assert (pages[1:120:2] == -1).all(), "pages between are untouched"
+        assert here.holds(targets, sources)
+        assert (here.pages[1:120:2] == -1).all(), "pages between are untouched"
         os.kill(source.pid, signal.SIGSTOP)
-        late = here.read(address, copies_of(local, remote, [200], [200]))
-        until(lambda: late.status is not Status.PENDING)
-        assert late.status is Status.UNKNOWN and (pages[200] == -1).all()
+        late = here.read(address, remote, [200], [200])
+        time.sleep(1)
+        assert late.status is Status.PENDING and (here.pages[200] == -1).all()
         os.kill(source.pid, signal.SIGCONT)
-        deadline = time.monotonic() + 10
-        while (pages[200] == -1).any() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: late.status is not Status.PENDING)
+        assert late.status is Status.DONE and here.holds([200], [200])
         source.kill()
         source.wait()
-        dead = here.read(address, copies_of(local, remote, [201], [201]))
+        dead = here.read(address, remote, [201], [201])
         until(lambda: dead.status is not Status.PENDING)
         assert dead.status is Status.UNKNOWN
         readers = [t for t in threading.enumerate() if t.name == f"read-{address}"]
         assert len(readers) == 1
-        here.forget(address)
+        here.transport.forget(address)
         readers[0].join(60)
         assert not readers[0].is_alive(), "a former life of a server keeps no thread"
-        here.close()
-    finally:
-        source.kill()
-        source.wait()
+        here.transport.close()
+
+
+@pytest.mark.parametrize("same", ["address", "data port", "both"])
+def test_another_life_behind_the_address_of_a_former_one(same: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports are used again, by a server that is started anew as by a stranger: what was known of the former owner's
+    memory and connections must not be taken for the new one's."""
+    create, ports = socket.create_server, [0, 0]
+    monkeypatch.setattr(socket, "create_server", lambda address: create((address[0], ports.pop(0))))
+    with source_process() as (_, first, remote), source_process() as (_, second, other):
+        here = Reader()
+        road = DataRoad(first)
+        before = here.read(road.address, remote, [1], [1])
+        until(lambda: before.status is not Status.PENDING)
+        assert before.status is Status.DONE and here.holds([1], [1])
+        road.close()
+        ports += [road.rpc_port if same != "data port" else 0, road.data_port if same != "address" else 0]
+        road = DataRoad(second)
+        for page in (2, 3):
+            ticket = here.read(road.address, other, [page], [page])
+            until(lambda ticket=ticket: ticket.status is not Status.PENDING)
+            assert ticket.status is Status.DONE, ticket.error
+            assert here.holds([page], [page])
+        here.transport.close()
+        road.close()
 
 
 def test_weights_are_known_by_what_they_are(tmp_path: Path) -> None:

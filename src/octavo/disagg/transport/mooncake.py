@@ -5,7 +5,11 @@ What was seen with version 0.3.13 over tcp, and what follows from it:
     when the peer went on. So a failure is never final here (`Status.UNKNOWN`); only the peer's end makes it so.
   - Every request of a batch costs a connection and large batches fail: pages that are contiguous on both sides are
     joined (`copies_of`), and a batch has at most `BATCH` requests.
-  - A stopped peer holds a call for half a minute: each peer has a thread of its own.
+  - A stopped peer holds a call for half a minute, or for a whole one before its first byte: each peer has a thread of
+    its own.
+  - It keeps what an address has told it, and its connections, for good: behind the same address another life of the
+    server has its memory and its data port elsewhere, and every read of it fails. Both are told to end with each read
+    (`_FRESH`; 0.5 ms a read on loopback).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from octavo.disagg.transport.base import Copy, Status, Ticket
 from octavo.errors import ConfigError
 
 BATCH = 32
+_FRESH = {"MC_DISABLE_METACACHE": "1", "MC_TCP_ENABLE_CONNECTION_POOL": "0"}
 LONGEST_BYTES = 64 * 1024**2  # one request; longer runs are cut
 
 
@@ -33,6 +38,8 @@ class MooncakeTransport:
 
     def __init__(self, host: str, protocol: str = "tcp", device: str = "") -> None:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+        for name, value in _FRESH.items():
+            os.environ.setdefault(name, value)
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
