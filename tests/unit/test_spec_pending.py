@@ -52,19 +52,23 @@ def begun(drafter: Any, view: KVView) -> dict[int, int]:
     return dict(BEGUN)
 
 
-# company changes from step to step: a row joins, one leaves, the order is turned
-COMPANY = [[0, 2], [2, 0], [0, 2, 3], [3], [3, 0], [0], [2, 3, 0], [0, 3], [0]]
+COMPANY = [
+    [[0, 2], [2, 0], [0, 2, 3], [3], [3, 0], [0], [2, 3, 0], [0, 3], [0]],  # a row joins, one leaves, the order turns
+    [[3, 0, 2]] * 5,
+    [[2]] * 3,
+]
 
 
+@pytest.mark.parametrize("company", COMPANY, ids=["changes", "three rows", "one row"])
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_together_is_one_by_one_bit_for_bit(name: str) -> None:
+def test_together_is_one_by_one_bit_for_bit(name: str, company: list[list[int]]) -> None:
     results = []
     for together in (False, True):
         drafter = drafter_of(name)
         view = ref.Pages.make(drafter.kv_layers, page_size=4).view
         at = begun(drafter, view)
         pending = PendingSteps()
-        for rows in COMPANY:
+        for rows in company:
             step = step_of(view, rows, at, len(drafter.taps))
             if together:
                 pending.add(step)
@@ -87,19 +91,20 @@ def test_together_is_one_by_one_bit_for_bit(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(seeds, seeds_late, strict=True))
 
 
-def test_what_is_taken_is_ragged_in_order_of_position() -> None:
+@pytest.mark.parametrize("company", COMPANY, ids=["changes", "three rows", "one row"])
+def test_what_is_taken_is_ragged_in_order_of_position(company: list[list[int]]) -> None:
     view = ref.Pages.make(1).view
     at, pending = dict(BEGUN), PendingSteps()
-    for rows in COMPANY:
+    for rows in company:
         pending.add(step_of(view, rows, at, 3))
         at |= {row: at[row] + 1 for row in rows}
-    assert pending.tokens == sum(map(len, COMPANY))
+    assert pending.tokens == sum(map(len, company))
     merged = pending.take()
     assert merged is not None
     assert pending.tokens == 0 and pending.take() is None
     for i, row in enumerate(merged.host_rows):
         first, last = merged.indptr[i : i + 2]
-        count = sum(row in rows for rows in COMPANY)
+        count = sum(row in rows for rows in company)
         assert last - first == count == int(merged.counts[i])
         assert int(merged.rows[i]) == row and int(merged.start[i]) == BEGUN[row]
         where = slice(BEGUN[row], BEGUN[row] + count)
