@@ -73,9 +73,12 @@ def test_a_depth_beyond_the_text_is_refused() -> None:
         DepthPrompts(words).groups(Case("depth", 1, 10**9, 1), 0)
 
 
-def test_chat_prompts_come_in_groups_of_the_streams() -> None:
+def test_chat_prompts_come_one_by_one_or_as_a_line_that_fills_every_turn() -> None:
     prompts = ChatPrompts(CHAT40, lambda messages: words(messages[0]["content"]), None)
-    assert [len(g) for g in prompts.groups(Case("chat", 16, None, 8), 0)] == [16, 16, 8]
+    assert prompts.groups(Case("chat", 1, None, 8), 0) == [[ids] for ids in prompts.ids]
+    assert prompts.groups(Case("chat", 4, None, 8), 0) == [prompts.ids]
+    assert prompts.groups(Case("chat", 16, None, 8), 0) == [[*prompts.ids, *prompts.ids[:24]]]
+    assert [len(g) for g in prompts.groups(Case("chat", 7, None, 8), 0)] == [42]
 
 
 def line(speeds: Sequence[float], engine: str = "octavo", mode: str = "plain", threads: int = 1) -> measure.Line:
@@ -126,7 +129,7 @@ def test_engines_take_turns_after_a_warm_up() -> None:
     lines = measure.measure(
         [Named("a"), Named("b")], [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words, 3)}, 2, told.append
     )
-    assert "".join(order) == "ab" + 2 * "abbaab", "group by group, each as often the first as it can be"
+    assert "".join(order) == "ab" + "abbaab" + "baabba", "group by group, each as often the first as it can be"
     assert [len(line.output_ids) for line in lines] == [3, 3] and len(lines[0].speed) == 2
     assert "repeat 2 of 2, prompts 3 of 3" in told[-1]
 

@@ -18,7 +18,10 @@ import jsonschema
 import pytest
 from safetensors.torch import save_file
 
+from octavo.bench.engines import Ours
+from octavo.bench.workload import Case
 from octavo.cli import main
+from octavo.config import EngineConfig
 from tests.tiny import EOS, RandomSource, byte_tokenizer, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,6 +221,24 @@ def test_bench_measures_and_records(model: Path, tmp_path: Path) -> None:
         assert 0 < profile["parts_s"]["network"] < sum(profile["parts_s"].values()) <= profile["wall_s"] * 1.001
         assert sum(profile["operations_s"].values()) <= profile["parts_s"]["network"] * 1.01
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
+
+
+def test_streams_ask_again_when_they_have_their_answer(model: Path) -> None:
+    ours = Ours("plain", EngineConfig(model=str(model), threads=1, kv_memory=16 << 20))
+    prompts = [[5, 6, 7], [9] * 12, [8, 3], [11] * 5, [4, 4, 9, 2]]
+    alone = [ours.run([prompt], Case("chat", 1, None, 6)).output_ids[0] for prompt in prompts]
+    core, together = ours.llm.core, []
+    step = core.step
+
+    def watched() -> Any:
+        together.append(len(core.scheduler.running) + len(core.scheduler.waiting))
+        return step()
+
+    core.step = watched  # type: ignore[method-assign]
+    sample = ours.run(prompts, Case("chat", 2, None, 6))
+    assert sample.output_ids == alone and len(sample.first_token_s) == len(sample.figures) == 5
+    assert max(together) == 2
+    ours.close()
 
 
 def test_bench_scores_weight_formats(model: Path, tmp_path: Path) -> None:

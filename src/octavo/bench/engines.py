@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,11 @@ from octavo.bench import MODES
 from octavo.bench.workload import Case
 from octavo.cli.common import metrics_dict, open_llm
 from octavo.config import EngineConfig
+from octavo.engine import collect
+from octavo.engine.output import RequestOutput
+from octavo.engine.request import EngineRequest
 from octavo.errors import ConfigError, OctavoError
+from octavo.params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo import LLM
@@ -25,11 +30,12 @@ PEERS = {"llama.cpp": "llamacpp_peer.py", "vllm": "vllm_peer.py", "transformers"
 
 @dataclass
 class Sample:
-    """One timed group. Seconds from submission; `output_ids` per stream."""
+    """One timed group, as many requests at a time as the case has streams; `output_ids` and `figures` per prompt.
+    `first_token_s` counts from a request's own start, the other seconds from the first one's."""
 
     wall_s: float
     first_token_s: list[float]
-    decode_s: float  # from every stream's first token to the end
+    decode_s: float  # from every first token to the end; means nothing where prompts wait in line
     output_ids: list[list[int]]
     figures: list[dict[str, Any]] = field(default_factory=list)  # this engine's own, per stream
     step_s: list[float] = field(default_factory=list)  # of each step behind the first tokens, where the engine says
@@ -66,11 +72,12 @@ class Ours:
         return {"startup": list(self.llm.startup_lines()), "load_s": self.load_s}
 
     def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
-        from octavo.params import SamplingParams
-
         params = SamplingParams(temperature=case.temperature, max_tokens=case.output_tokens, ignore_eos=True, seed=1)
         start = time.perf_counter()
-        results = self.llm.generate(list(prompts), params)
+        if len(prompts) > case.streams:
+            results = self._streams(prompts, params, case.streams)
+        else:
+            results = self.llm.generate(list(prompts), params)
         wall_s = time.perf_counter() - start
         metrics = [metrics_dict(result.metrics) for result in results]
         first_s = [float(m["ttft_s"]) for m in metrics]
@@ -82,10 +89,24 @@ class Ours:
             figures=metrics,
         )
 
+    def _streams(self, prompts: Sequence[list[int]], params: SamplingParams, streams: int) -> list[RequestOutput]:
+        """Answers in order; `streams` clients, each of which asks again when it has its answer."""
+        core, results = self.llm.core, [collect.empty(str(i), ids, 1) for i, ids in enumerate(prompts)]
+        waiting, running = deque(results), 0
+        while waiting or running:
+            while waiting and running < streams:
+                asked = waiting.popleft()
+                core.add_request(EngineRequest(asked.request_id, asked.prompt_token_ids, params, time.monotonic()))
+                running += 1
+            for piece in core.step():
+                if piece.error is not None:
+                    raise piece.error
+                collect.add(results[int(piece.request_id)], piece)
+                running -= piece.finished
+        return results
+
     def top2_margin(self, ids: list[int]) -> float:
         """Log-probability of the likeliest next token minus that of the second."""
-        from octavo.params import SamplingParams
-
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, ignore_eos=True)
         entries = self.llm.generate([ids], params)[0].logprobs or []
         (_, first), (_, second) = entries[0].top
@@ -140,7 +161,11 @@ class Peer:
 
     def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
         answer = self._ask(
-            op="run", prompts=list(prompts), output_tokens=case.output_tokens, temperature=case.temperature
+            op="run",
+            prompts=list(prompts),
+            streams=case.streams,
+            output_tokens=case.output_tokens,
+            temperature=case.temperature,
         )
         return Sample(
             wall_s=answer["wall_s"],

@@ -37,7 +37,8 @@ class Divergence:
 
 @dataclass
 class Line:
-    """One engine on one case over all repeats. Speeds are tokens per second over all streams together."""
+    """One engine on one case over all repeats. Speeds are tokens per second over all streams together; those of
+    decoding and of prefill are 0 where some streams decode while others are at their prompt."""
 
     case: Case
     engine: str
@@ -78,9 +79,10 @@ class Line:
         decode_s = sum(s.decode_s for s in samples)
         decoded = tokens - len(firsts)
         prompt_tokens = sum(len(p) for group in groups for p in group)
-        self.decode_tokens_per_s.append(decoded / decode_s if decoded and decode_s > 0 else 0.0)
+        apart = all(len(group) <= self.case.streams for group in groups)  # else prompts and answers overlap
+        self.decode_tokens_per_s.append(decoded / decode_s if apart and decoded and decode_s > 0 else 0.0)
         self.output_tokens_per_s.append(tokens / sum(s.wall_s for s in samples))
-        self.prefill_tokens_per_s.append(prompt_tokens / sum(max(s.first_token_s) for s in samples))
+        self.prefill_tokens_per_s.append(prompt_tokens / sum(max(s.first_token_s) for s in samples) if apart else 0.0)
         self.first_token_s.append(statistics.median(firsts))
         self.output_ids = [ids for s in samples for ids in s.output_ids]
         self.figures = [figures for s in samples for figures in s.figures]
@@ -161,7 +163,7 @@ def measure(
                 if number * TOLD // len(groups) != (number - 1) * TOLD // len(groups):
                     progress(f"{case.label}: repeat {repeat + 1} of {repeats}, prompts {number + 1} of {len(groups)}")
                 for turn in range(len(engines)):  # nobody always runs behind the same other one
-                    at = (number + turn) % len(engines)
+                    at = (repeat + number + turn) % len(engines)
                     samples[at].append(engines[at].run(group, case))
             for line, own in zip(row, samples, strict=True):
                 line.add(own, groups)

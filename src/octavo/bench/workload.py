@@ -17,11 +17,13 @@ from typing import Any
 from octavo.errors import ConfigError, UserError
 
 CHAT_PROMPTS = "benchmarks/prompts/chat40.jsonl"
+TURNS_EACH = 4  # chat prompts a stream answers one after the other, at least
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: `streams` requests at a time, each with `output_tokens` forced tokens."""
+    """One line of the table: `streams` requests at a time, the next one begins when one has ended; each has
+    `output_tokens` forced tokens."""
 
     kind: str  # "depth" | "chat"
     streams: int
@@ -78,7 +80,8 @@ class DepthPrompts:
 
 
 class ChatPrompts:
-    """All prompts of a JSON-lines file, in groups of the case's streams; every repeat is the same work."""
+    """All prompts of a JSON-lines file: one by one for one stream, else as one line that the streams take from, long
+    enough for `TURNS_EACH` turns of every stream and full to the last turn. Every repeat is the same work."""
 
     def __init__(
         self, path: Path, encode_chat: Callable[[list[dict[str, str]]], Sequence[int]], limit: int | None
@@ -89,7 +92,10 @@ class ChatPrompts:
         self.ids = [list(encode_chat([{"role": "user", "content": entry["prompt"]}])) for entry in self.entries]
 
     def groups(self, case: Case, repeat: int) -> list[list[list[int]]]:
-        return [self.ids[i : i + case.streams] for i in range(0, len(self.ids), case.streams)]
+        if case.streams == 1:
+            return [[ids] for ids in self.ids]
+        turns = max(TURNS_EACH, -(-len(self.ids) // case.streams))
+        return [[self.ids[i % len(self.ids)] for i in range(turns * case.streams)]]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

@@ -57,37 +57,54 @@ class Peer:
         if lc.llama_decode(self.context, self.batch) != 0:
             raise RuntimeError("llama_decode failed")
 
-    def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """All prompts at once, one after the other through prefill, then one token each a step."""
-        prompts, wanted = request["prompts"], int(request["output_tokens"])
-        lc.llama_memory_clear(self.memory, True)
-        start = time.perf_counter()
-        first_s: list[float] = []
-        outputs: list[list[int]] = [[] for _ in prompts]
-        for stream, ids in enumerate(prompts):
-            for begin in range(0, len(ids), BATCH_TOKENS):
-                self.batch.n_tokens = 0
-                for offset, token in enumerate(ids[begin : begin + BATCH_TOKENS], start=begin):
-                    index = self._add(token, offset, stream, offset == len(ids) - 1)
-                self._decode()
-            outputs[stream].append(lc.llama_sampler_sample(self.sampler, self.context, index))
-            first_s.append(time.perf_counter() - start)
-        decode_start = step_start = time.perf_counter()
-        step_s: list[float] = []
-        for step in range(1, wanted):
+    def _prefill(self, ids: list[int], slot: int) -> int:
+        """The first token behind a prompt, which gets the slot to itself."""
+        lc.llama_memory_seq_rm(self.memory, slot, -1, -1)
+        for begin in range(0, len(ids), BATCH_TOKENS):
             self.batch.n_tokens = 0
-            for stream, ids in enumerate(prompts):
-                self._add(outputs[stream][-1], len(ids) + step - 1, stream, True)
+            for offset, token in enumerate(ids[begin : begin + BATCH_TOKENS], start=begin):
+                index = self._add(token, offset, slot, offset == len(ids) - 1)
             self._decode()
-            for stream in range(len(prompts)):
-                outputs[stream].append(lc.llama_sampler_sample(self.sampler, self.context, stream))
+        return int(lc.llama_sampler_sample(self.sampler, self.context, index))
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A slot for each stream: one prompt after the other through prefill, then one token for every slot a step."""
+        prompts, wanted = request["prompts"], int(request["output_tokens"])
+        slots = min(int(request["streams"]), len(prompts))
+        lc.llama_memory_clear(self.memory, True)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        first_s: list[float] = []
+        step_s: list[float] = []
+        running: dict[int, int] = {}  # slot -> prompt
+        begun, filling_s = 0, 0.0
+        start = time.perf_counter()
+        while True:
+            filling = time.perf_counter()
+            for slot in range(slots):
+                while slot not in running and begun < len(prompts):
+                    asked = start if begun < slots else time.perf_counter()
+                    outputs[begun].append(self._prefill(prompts[begun], slot))
+                    first_s.append(time.perf_counter() - asked)
+                    if wanted > 1:
+                        running[slot] = begun
+                    begun += 1
+            step_start = time.perf_counter()
+            filling_s += step_start - filling
+            if not running:
+                break
+            self.batch.n_tokens = 0
+            for slot, prompt in running.items():
+                self._add(outputs[prompt][-1], len(prompts[prompt]) + len(outputs[prompt]) - 1, slot, True)
+            self._decode()
+            for index, prompt in enumerate(running.values()):
+                outputs[prompt].append(lc.llama_sampler_sample(self.sampler, self.context, index))
+            running = {slot: prompt for slot, prompt in running.items() if len(outputs[prompt]) < wanted}
             step_s.append(time.perf_counter() - step_start)
-            step_start += step_s[-1]
-        end = time.perf_counter()
+        wall_s = time.perf_counter() - start
         return {
-            "wall_s": end - start,
+            "wall_s": wall_s,
             "first_token_s": first_s,
-            "decode_s": end - decode_start,
+            "decode_s": wall_s - filling_s,
             "output_tokens": outputs,
             "step_s": step_s,
         }

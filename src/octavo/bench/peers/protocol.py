@@ -2,12 +2,13 @@
 
     {"op": "load", "model": path, "threads": 2, "streams": 1, "context_tokens": 4096, "max_tokens": 128}
         -> {"name", "version", "weights", "kv", "load_s"}
-    {"op": "run", "prompts": [[ids]], "output_tokens": n, "temperature": 0.0}
+    {"op": "run", "prompts": [[ids]], "streams": 1, "output_tokens": n, "temperature": 0.0}
         -> {"wall_s", "first_token_s": [...], "decode_s", "output_tokens": [[ids]], "step_s": [...] where it can}
     {"op": "perplexity", "token_ids": [...], "window_tokens": 512} -> {"nll", "tokens"}      (where the peer can)
 
-Times are seconds from the call. `decode_s` runs from the moment every stream has its first token to the end,
-`step_s` has each step of that time.
+`streams` requests run at a time: where there are more prompts, the next begins when one has ended. Times are seconds
+from the call, `first_token_s` from a request's own start. `decode_s` runs from the moment every stream has its first
+token to the end, `step_s` has each step of that time.
 """
 
 from __future__ import annotations

@@ -28,9 +28,20 @@ class Peer:
             "load_s": time.perf_counter() - start,
         }
 
-    @torch.inference_mode()
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        prompts, wanted = request["prompts"], int(request["output_tokens"])
+        """As many prompts at a time as there are streams; `generate` takes nobody in before a batch is over."""
+        prompts, streams = request["prompts"], int(request["streams"])
+        batches = [self._batch(prompts[i : i + streams], request) for i in range(0, len(prompts), streams)]
+        return {
+            "wall_s": sum(batch["wall_s"] for batch in batches),
+            "first_token_s": [s for batch in batches for s in batch["first_token_s"]],
+            "decode_s": sum(batch["decode_s"] for batch in batches),
+            "output_tokens": [ids for batch in batches for ids in batch["output_tokens"]],
+        }
+
+    @torch.inference_mode()
+    def _batch(self, prompts: list[list[int]], request: dict[str, Any]) -> dict[str, Any]:
+        wanted = int(request["output_tokens"])
         width = max(len(p) for p in prompts)
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])

@@ -43,9 +43,8 @@ class Peer:
         params = self.vllm.SamplingParams(
             temperature=float(request.get("temperature", 0.0)), max_tokens=wanted, min_tokens=wanted, ignore_eos=True
         )
-        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         start = time.perf_counter()
-        results = self.llm.generate(prompts, params, use_tqdm=False)
+        results = self._answers(request["prompts"], params, int(request["streams"]))
         wall_s = time.perf_counter() - start
         first_s = []
         for result in results:
@@ -58,6 +57,19 @@ class Peer:
             "decode_s": wall_s - max(first_s),
             "output_tokens": [list(r.outputs[0].token_ids) for r in results],
         }
+
+    def _answers(self, prompts: list[list[int]], params: Any, streams: int) -> list[Any]:
+        """In order; `streams` requests run at a time."""
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        if len(asked) <= streams:
+            return list(self.llm.generate(asked, params, use_tqdm=False))
+        engine, done, begun = self.llm.llm_engine, {}, 0
+        while len(done) < len(asked):
+            while begun < len(asked) and begun - len(done) < streams:
+                engine.add_request(str(begun), asked[begun], params)
+                begun += 1
+            done.update({int(out.request_id.split("-")[0]): out for out in engine.step() if out.finished})
+        return [done[i] for i in range(len(asked))]
 
 
 if __name__ == "__main__":
