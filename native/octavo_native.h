@@ -9,7 +9,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-#define OCTAVO_ABI 3  // raised whenever a structure or a call below changes
+#define OCTAVO_ABI 4  // raised whenever a structure or a call below changes
 
 enum {
   OCTAVO_EMBED,       // dst <- rows of w for the token ids, times f0
@@ -92,6 +92,16 @@ int octavo_program_run(void* program, void* pool, const octavo_run* run);
 // inverse CDF at uniform [rows] in [0, 1). Sums are integers in units of 2^-40, as in ops/processors.py.
 int octavo_top_p(const float* probability, int64_t rows, int64_t vocab, const float* p, float* last);
 void octavo_draw(const float* probability, int64_t rows, int64_t vocab, const double* uniform, int64_t* ids);
+
+// Chains of `rows` decode rows, row r's tokens at indptr[r] … indptr[r + 1]: root, then drafted [rows, stride].
+// lay: tokens and KV slots of the forward, the roots `last` [rows] at slots `start` [rows]. keep: `sampled` has the target's
+// token at each; kept [rows, 1 + width] gets how many drafted ones are accepted and the run, its last token repeated;
+// seq_lens and last_tokens at row_ids [rows] are brought up to date. Nothing goes past the context.
+void octavo_lay_chains(int64_t rows, const int64_t* indptr, const int64_t* start, const int64_t* last,
+                       const int64_t* drafted, int64_t stride, int64_t* tokens, int64_t* slots);
+void octavo_keep_chains(int64_t rows, const int64_t* indptr, const int64_t* row_ids, const int64_t* start,
+                        const int64_t* drafted, int64_t stride, const int64_t* sampled, int64_t width,
+                        int64_t context_tokens, int64_t* seq_lens, int64_t* last_tokens, int64_t* kept);
 
 // Memory of a mapped file that may be cut while it is read or written: a bus error in it becomes an empty page. Returns
 // an id, or -1 (no room, or a system without bus errors). `lost`: pages of the system replaced since the start or the last

@@ -43,7 +43,7 @@ class Batch:
     """One token and `drafted` ones behind it for each of b rows: n tokens in all, `width` at most for a row.
 
     rows [b] and node_rows [n] are ledger rows; q_seq [n] the sequence of each token, columns [n] its place in it;
-    ones [b]; q_indptr b + 1 host offsets. Where rows differ (else None): pick [n] takes the tokens out of a flattened
+    ones [b]; q_indptr b + 1 offsets on the host, indptr [b + 1] the same. Where rows differ (else None): pick [n] takes the tokens out of a flattened
     [b, width], place [b, width] puts them back, repeating a row's last; real [b, width - 1] tells drafted from padding.
     """
 
@@ -53,6 +53,7 @@ class Batch:
     columns: torch.Tensor
     ones: torch.Tensor
     q_indptr: tuple[int, ...]
+    indptr: torch.Tensor
     width: int
     pick: torch.Tensor | None
     place: torch.Tensor | None
@@ -79,6 +80,7 @@ class Batch:
             upload(columns, device),
             torch.ones_like(rows),
             (0, *ends.tolist()),
+            upload(np.concatenate([[0], ends]), device),
             width,
             pick,
             place,

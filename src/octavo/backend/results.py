@@ -80,6 +80,14 @@ class StepHandle:
             self._copies["nodes"] = nodes
             self._keep_logprobs("decode", logprobs)
 
+    def keep_chains(self, kept: torch.Tensor, lengths: tuple[int, ...], logprobs: Any) -> None:
+        """As `Chains.keep` gives them: counts [b], then runs [b, width]."""
+        self._copies["run"] = kept
+        self._lengths = lengths
+        if logprobs is not None:  # a run lies in order
+            self._copies["nodes"] = torch.minimum(torch.arange(kept.shape[1] - 1, device=kept.device), kept[:, :1])
+            self._keep_logprobs("decode", logprobs)
+
     def keep_plain(self, tokens: torch.Tensor, logprobs: Any) -> None:
         """One token a row, nothing drafted."""
         self._copies["plain"] = tokens

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from octavo.backend.batches import Batch, Flat
+from octavo.backend.chains import Chains
 from octavo.backend.masks import draft_masks, first_masks, to_device
 from octavo.backend.prompt_logprobs import prompt_logprobs
 from octavo.backend.relay import Relay, TableProjection, TierProjection, upload
@@ -60,6 +61,7 @@ class Runner:
         self.context_tokens = context_tokens
         self._ledger = ledger
         self.relay = Relay.create(ledger.config.max_rows, device)
+        self._chains = Chains(self.relay, context_tokens)
         tables = {"full": kv.full_table}
         if kv.swa_table is not None:
             tables["swa"] = kv.swa_table
@@ -246,8 +248,7 @@ class Runner:
         host_rows, start = heads.host_rows, heads.start
         batch = self._batch_of(host_rows, draft.lengths)
         columns = draft.tokens[:, : batch.width - 1]
-        slots = batch.slots(start)
-        tokens = batch.cut(torch.cat([heads.last[:, None], columns], dim=1))
+        tokens, slots = self._chains.lay(batch, start, heads.last, columns)
         meta = batch.meta(tokens, slots, start, plan.max_kv_tokens)
         hidden, taps = self.network.forward(meta, self.kv, self._taps)
         path = None
@@ -257,12 +258,12 @@ class Runner:
         sampled, logprobs = self.sampler.sample(
             hidden, batch.node_rows, slots + 1, host_rows, max_tokens=plan.max_kv_tokens + 1, path=path, bitmask=masks
         )
-        nodes, counts, run = accept(columns, None, batch.real, batch.pad(sampled))
-        counts = self._keep_run(
-            handle, plan.max_kv_tokens, batch.rows, start, nodes, counts, run, draft.lengths, logprobs
-        )
+        kept = self._chains.keep(batch, start, columns, sampled)
+        if self.sampler.remembers:
+            self.sampler.remember(batch.rows, start + 1, kept[:, 1:])
+        handle.keep_chains(kept, draft.lengths, logprobs)
         # an accepted path lies in order, and what is behind it is not looked at: nothing needs to be gathered
-        self._observe(self._observation(host_rows, batch, start, counts + 1, taps, sampled))
+        self._observe(self._observation(host_rows, batch, start, kept[:, 0] + 1, taps, sampled))
 
     def _batch_of(self, host_rows: tuple[int, ...], drafted: tuple[int, ...]) -> Batch:
         """What describes a step of so many drafted tokens for each of these rows; the same rows mostly come again."""

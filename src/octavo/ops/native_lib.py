@@ -19,7 +19,7 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 
-_ABI = 3
+_ABI = 4
 _LOG = logging.getLogger("octavo.ops")
 ISAS = ("avx512bf16", "avx512", "avx2", "neon", "generic")
 
@@ -86,6 +86,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "octavo_program_run": (c_int, [c_void_p, c_void_p, POINTER(Run)]),
     "octavo_top_p": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
     "octavo_draw": (None, [c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "octavo_lay_chains": (
+        None, [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
+    ),
+    "octavo_keep_chains": (
+        None,
+        [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p,
+         c_void_p],
+    ),
     "octavo_guard": (c_int, [c_void_p, c_int64]),
     "octavo_guard_lost": (c_int64, [c_int, POINTER(c_int64)]),
     "octavo_guard_reset": (None, [c_int]),
