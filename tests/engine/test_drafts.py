@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.engine.request import EngineRequest, State
 from octavo.errors import ConfigError
 from octavo.params import SamplingParams
 from octavo.spec.checkpoint import random_draft, save_draft
@@ -96,6 +97,29 @@ def test_text_with_drafts_under_pressure(name: str, drafts: dict[str, str]) -> N
                   **options(name, "llama", drafts))  # fmt: skip
     assert run(core, [(p, long) for p in given]) == [solo("llama", p, long) for p in given]
     assert core.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_long_drafts_of_many_rows_leave_room_for_a_prompt(overlap: bool) -> None:
+    """Six rows that draft five tokens each would fill the step and more; who comes then need not wait for their end."""
+    core = engine(draft="scripted", draft_tokens=5, draft_adaptive=False, overlap=overlap, max_batched_tokens=24,
+                  max_running=7)  # fmt: skip
+    given = prompts(7, seed=3, low=20, high=30)
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for i, prompt in enumerate(given[:6]):
+        core.add_request(EngineRequest(f"r{i}", prompt, long))
+    for _ in range(40):  # several have come when others decode already
+        if sum(r.state is State.DECODE for r in core.scheduler.running) == 6:
+            break
+        core.step()
+    else:
+        pytest.fail("nobody takes the later prompts in")
+    core.add_request(EngineRequest("late", given[6], long))
+    first_after = next(n for n in range(60) if any(out.request_id == "late" for out in core.step()))
+    assert first_after <= 4, "30 tokens of prompt at 12 or more a step"
+    while core.has_work():
+        core.step()
+    core.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

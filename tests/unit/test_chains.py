@@ -64,7 +64,9 @@ def test_one_call_is_the_plain_loop(compiled: bool, seed: int) -> None:
     assert (relay.seq_lens[others] == -1).all() and (relay.last_tokens[others] == -1).all()
 
 
-@pytest.mark.parametrize("drafted", [torch.tensor([[5, 9], [6, 9]]).T, torch.tensor([[5, 6], [9, 9]], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "drafted", [torch.tensor([[5, 9], [6, 9]]).T, torch.tensor([[5, 6], [9, 9]], dtype=torch.int32)]
+)
 def test_drafts_of_any_layout(drafted: torch.Tensor) -> None:
     relay = Relay.create(2, CPU)
     chains, batch = Chains(relay, 100), Batch.of((0, 1), (2, 2), CPU)

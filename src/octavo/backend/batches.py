@@ -43,8 +43,9 @@ class Batch:
     """One token and `drafted` ones behind it for each of b rows: n tokens in all, `width` at most for a row.
 
     rows [b] and node_rows [n] are ledger rows; q_seq [n] the sequence of each token, columns [n] its place in it;
-    ones [b]; q_indptr b + 1 offsets on the host, indptr [b + 1] the same. Where rows differ (else None): pick [n] takes the tokens out of a flattened
-    [b, width], place [b, width] puts them back, repeating a row's last; real [b, width - 1] tells drafted from padding.
+    ones [b]; q_indptr b + 1 offsets on the host, indptr [b + 1] the same. Where rows differ (else None): pick [n] takes
+    the tokens out of a flattened [b, width], place [b, width] puts them back, repeating a row's last; real
+    [b, width - 1] tells drafted from padding.
     """
 
     rows: torch.Tensor

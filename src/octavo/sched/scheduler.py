@@ -114,6 +114,7 @@ class Scheduler:
         Raises SettleFirst when a step is in flight and its result is needed to find pages or rows.
         """
         self._revived = False
+        draft_tokens = self._beside_prompts(draft_tokens)
         while True:
             decodes = self._decode_rows(draft_tokens)
             try:
@@ -133,6 +134,14 @@ class Scheduler:
                 return self.plan(draft_tokens, inflight=inflight)
             return self._nothing_planned(draft_tokens, inflight)
         return StepPlan(tuple(decodes), tuple(prefills), draft, self._max_kv_tokens(decodes, prefills))
+
+    def _beside_prompts(self, draft_tokens: int) -> int:
+        """Where prompts want a part of the step, drafts leave them half of it: many long ones would take all."""
+        decoding = sum(1 for r in self.running if r.state is State.DECODE)
+        prompts = len(self.running) > decoding or (self.waiting and self._has_slot())
+        if decoding == 0 or not prompts:
+            return draft_tokens
+        return max(0, min(draft_tokens, self.config.max_batched_tokens // 2 // decoding - 1))
 
     def _decode_rows(self, draft_tokens: int) -> list[DecodeRow]:
         context = self.config.context_tokens
@@ -158,7 +167,7 @@ class Scheduler:
                     return chunks
                 chunks.append(chunk)
                 budget_tokens -= chunk.num_tokens
-        while budget_tokens > 0 and self.waiting and len(self.running) + len(self.parked) < self.config.max_running:
+        while budget_tokens > 0 and self.waiting and self._has_slot():
             request = self.waiting[0]
             if request.kept is not None:
                 if not self._revive(request):
@@ -173,6 +182,9 @@ class Scheduler:
             chunks.append(chunk)
             budget_tokens -= chunk.num_tokens
         return chunks
+
+    def _has_slot(self) -> bool:
+        return len(self.running) + len(self.parked) < self.config.max_running
 
     def _next_chunk(self, request: Request, budget_tokens: int) -> PrefillChunk | None:
         """Pages for the request's next chunk, or None if the pools are short now."""
