@@ -23,7 +23,7 @@ sanitized() { # the module in use stays as it is: the sanitizers' build is loade
     # Python itself never frees some things; everything else counts. Bus errors are the tests' own (test_native_guard.py).
     LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0:handle_sigbus=0 UBSAN_OPTIONS=halt_on_error=1 \
         OCTAVO_NATIVE_LIB=$PWD/$build/liboctavo_native.so \
-        "$bin"/python -m pytest -q -p no:cacheprovider tests/unit -k "ops or native"
+        "$bin"/python -m pytest -q -p no:cacheprovider tests/unit -k "ops or native or chains"
 }
 
 forced() { # the op tests with every table this CPU runs forced, and torch at lower capabilities
