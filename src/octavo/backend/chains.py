@@ -43,9 +43,7 @@ class Chains:
         relay, context = self._relay, self._context_tokens
         if self._lib is None:
             _, counts, run = accept(drafted, None, batch.real, batch.pad(sampled))
-            counts = torch.minimum(counts, (context - 1 - start).clamp(min=0))
-            relay.store(batch.rows, (start + counts + 1).clamp(max=context), run.gather(1, counts[:, None])[:, 0])
-            return torch.cat([counts[:, None], run], dim=1)
+            return relay.keep(batch.rows, start, counts, run, context)
         drafted = _in_lines(drafted)
         kept = start.new_empty(len(start), 1 + batch.width)
         self._lib.octavo_keep_chains(

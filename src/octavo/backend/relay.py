@@ -40,6 +40,15 @@ class Relay:
         if last_tokens is not None:
             self.last_tokens.index_copy_(0, rows, last_tokens)
 
+    def keep(
+        self, rows: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, run: torch.Tensor, context_tokens: int
+    ) -> torch.Tensor:
+        """Accepted runs [b, w] behind `start` [b], `counts` [b] drafted tokens of each: [b, 1 + w], the counts that
+        `context_tokens` holds, then the runs. Lengths and newest tokens are known here then."""
+        counts = torch.minimum(counts, (context_tokens - 1 - start).clamp(min=0))
+        self.store(rows, (start + counts + 1).clamp(max=context_tokens), run.gather(1, counts[:, None])[:, 0])
+        return torch.cat([counts[:, None], run], dim=1)
+
 
 class TableProjection:
     """The device copies of the ledger's page tables. Written from the ledger's updates, never read back."""

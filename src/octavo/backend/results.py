@@ -72,20 +72,15 @@ class StepHandle:
     _prompts: dict[int, int] = field(default_factory=dict)
 
     def keep_decodes(
-        self, tokens: torch.Tensor, counts: torch.Tensor, nodes: torch.Tensor, lengths: tuple[int, ...], logprobs: Any
+        self, kept: torch.Tensor, nodes: torch.Tensor | None, lengths: tuple[int, ...], logprobs: Any
     ) -> None:
-        self._copies["run"] = torch.cat([counts[:, None], tokens], dim=1)
-        self._lengths = lengths
-        if logprobs is not None:
-            self._copies["nodes"] = nodes
-            self._keep_logprobs("decode", logprobs)
-
-    def keep_chains(self, kept: torch.Tensor, lengths: tuple[int, ...], logprobs: Any) -> None:
-        """As `Chains.keep` gives them: counts [b], then runs [b, width]."""
+        """As `Relay.keep` gives them: counts [b], then runs [b, w]. `nodes` [b, w] of each, None: in order."""
         self._copies["run"] = kept
         self._lengths = lengths
-        if logprobs is not None:  # a run lies in order
-            self._copies["nodes"] = torch.minimum(torch.arange(kept.shape[1] - 1, device=kept.device), kept[:, :1])
+        if logprobs is not None:
+            if nodes is None:
+                nodes = torch.minimum(torch.arange(kept.shape[1] - 1, device=kept.device), kept[:, :1])
+            self._copies["nodes"] = nodes
             self._keep_logprobs("decode", logprobs)
 
     def keep_plain(self, tokens: torch.Tensor, logprobs: Any) -> None:

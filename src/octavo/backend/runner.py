@@ -259,9 +259,7 @@ class Runner:
             hidden, batch.node_rows, slots + 1, host_rows, max_tokens=plan.max_kv_tokens + 1, path=path, bitmask=masks
         )
         kept = self._chains.keep(batch, start, columns, sampled)
-        if self.sampler.remembers:
-            self.sampler.remember(batch.rows, start + 1, kept[:, 1:])
-        handle.keep_chains(kept, draft.lengths, logprobs)
+        self._keep(handle, batch.rows, start, kept, draft.lengths, logprobs, None)
         # an accepted path lies in order, and what is behind it is not looked at: nothing needs to be gathered
         self._observe(self._observation(host_rows, batch, start, kept[:, 0] + 1, taps, sampled))
 
@@ -374,32 +372,19 @@ class Runner:
         nodes, counts, tokens = self._accept(flat, draft, sampled)
         if draft is not None and draft.parents is not None:
             compact_kv(self.kv, rows, start, nodes, self._pools)
-        counts = self._keep_run(handle, max_kv_tokens, rows, start, nodes, counts, tokens, flat.lengths, logprobs)
+        kept = self.relay.keep(rows, start, counts, tokens, self.context_tokens)
+        self._keep(handle, rows, start, kept, flat.lengths, logprobs, nodes)
         if self.drafter is not None:
-            self._observe_run(host_rows, rows, start, flat, nodes, counts, tokens, taps)
+            self._observe_run(host_rows, rows, start, flat, nodes, kept[:, 0], tokens, taps)
 
-    def _keep_run(
-        self,
-        handle: StepHandle,
-        max_kv_tokens: int,
-        rows: torch.Tensor,
-        start: torch.Tensor,
-        nodes: torch.Tensor,
-        counts: torch.Tensor,
-        tokens: torch.Tensor,
-        lengths: tuple[int, ...],
-        logprobs: Any,
-    ) -> torch.Tensor:
-        """Accepted runs into relay, history and results, cut to what the context holds. Returns the counts kept."""
-        ends = start + counts + 1
-        if max_kv_tokens > self.context_tokens:  # else no slot of the step lies behind the context
-            counts = torch.minimum(counts, (self.context_tokens - 1 - start).clamp(min=0))
-            ends = (start + counts + 1).clamp(max=self.context_tokens)
-        self.relay.store(rows, ends, tokens.gather(1, counts[:, None])[:, 0])
+    def _keep(
+        self, handle: StepHandle, rows: torch.Tensor, start: torch.Tensor, kept: torch.Tensor,
+        lengths: tuple[int, ...], logprobs: Any, nodes: torch.Tensor | None,
+    ) -> None:
+        """Runs that the relay knows already (`Relay.keep`) into history and results. `nodes`: of trees."""
         if self.sampler.remembers:
-            self.sampler.remember(rows, start + 1, tokens)
-        handle.keep_decodes(tokens, counts, nodes, lengths, logprobs)
-        return counts
+            self.sampler.remember(rows, start + 1, kept[:, 1:])
+        handle.keep_decodes(kept, nodes, lengths, logprobs)
 
     def _accept(
         self, flat: Flat, draft: Draft | None, sampled: torch.Tensor

@@ -137,7 +137,7 @@ class Scheduler:
 
     def _beside_prompts(self, draft_tokens: int) -> int:
         """Where prompts want a part of the step, drafts leave them half of it: many long ones would take all."""
-        decoding = sum(1 for r in self.running if r.state is State.DECODE)
+        decoding = self._num_decoding()
         prompts = len(self.running) > decoding or (self.waiting and self._has_slot())
         if decoding == 0 or not prompts:
             return draft_tokens
@@ -183,6 +183,9 @@ class Scheduler:
             budget_tokens -= chunk.num_tokens
         return chunks
 
+    def _num_decoding(self) -> int:
+        return sum(1 for r in self.running if r.state is State.DECODE)
+
     def _has_slot(self) -> bool:
         return len(self.running) + len(self.parked) < self.config.max_running
 
@@ -202,7 +205,7 @@ class Scheduler:
         for tokens, held in [*self._prefilling(), (len(request.tokens), 0)]:
             for pool, pages in self.ledger.pages_to_admit(tokens, self.config.reserve, cached_tokens=held).items():
                 needed[pool] = needed.get(pool, 0) + pages
-        decoding = sum(1 for r in self.running if r.state is State.DECODE)
+        decoding = self._num_decoding()
         for pool, pages in needed.items():
             # one page of growth for each decoding row: admitting somebody only to retract them helps nobody
             if self.running and pages + decoding > self.ledger.available(pool):
@@ -227,7 +230,7 @@ class Scheduler:
 
     def _revive(self, request: Request) -> bool:
         """Bring a retracted request's KV back if there is room for it and a page of growth for everybody."""
-        decoding = sum(1 for r in self.running if r.state is State.DECODE)
+        decoding = self._num_decoding()
         reserve = ceil_pages(self.config.reserve.tokens, self.ledger.page_size) + 1
         if self.running and request.kept is not None and self.ledger.tiers is not None:
             need = self.ledger.tiers.pages_to_resume(request.kept.ticket) + reserve + decoding

@@ -13,8 +13,9 @@ company: what is written late equals what would have been written at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -86,26 +87,26 @@ class PendingSteps:
 
 def _same_rows(steps: list[Observation]) -> Observation:
     """Steps of the same rows in the same order, which is most of them: what `_merged` gives, with less to do."""
-    first, newest, count, rows = steps[0], steps[-1], len(steps), len(steps[0].host_rows)
+    first, count, rows = steps[0], len(steps), len(steps[0].host_rows)
     if count == 1:
         return first
-
-    def by_row(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts, dim=1).flatten(0, 1)
-
-    features = [step.features for step in steps if step.features is not None]
-    return Observation(
-        rows=first.rows,
-        host_rows=first.host_rows,
+    return replace(
+        first,
         indptr=tuple(range(0, rows * count + 1, count)),
-        start=first.start,
         counts=torch.full_like(first.start, count),
-        features=by_row(features) if features else None,
-        next_tokens=by_row([step.next_tokens for step in steps]),
-        is_last=first.is_last,
-        kv=newest.kv,
-        max_kv_tokens=max(step.max_kv_tokens for step in steps),
+        **_laid(steps, lambda parts: torch.stack(parts, dim=1).flatten(0, 1)),
     )
+
+
+def _laid(steps: list[Observation], lay: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, Any]:
+    """What steps hold token by token, as `lay` puts it together, and how far the newest may have written."""
+    features = [step.features for step in steps if step.features is not None]
+    return {
+        "features": lay(features) if features else None,
+        "next_tokens": lay([step.next_tokens for step in steps]),
+        "kv": steps[-1].kv,
+        "max_kv_tokens": max(step.max_kv_tokens for step in steps),
+    }
 
 
 def _merged(steps: list[Observation], places: dict[int, list[int]]) -> Observation:
@@ -117,12 +118,10 @@ def _merged(steps: list[Observation], places: dict[int, list[int]]) -> Observati
     in_order = order == list(range(sum(len(step.host_rows) for step in steps)))
     pick = None if in_order else upload(order, device)
 
-    def laid(parts: list[torch.Tensor]) -> torch.Tensor:
+    def lay(parts: list[torch.Tensor]) -> torch.Tensor:
         whole = torch.cat(parts)
         return whole if pick is None else whole.index_select(0, pick)
 
-    features = [step.features for step in steps if step.features is not None]
-    newest = steps[-1]
     return Observation(
         rows=upload(list(places), device),
         host_rows=tuple(places),
@@ -132,9 +131,6 @@ def _merged(steps: list[Observation], places: dict[int, list[int]]) -> Observati
             0, upload([p[0] for p in places.values()], device)
         ),
         counts=upload([len(p) for p in places.values()], device),
-        features=laid(features) if features else None,
-        next_tokens=laid([step.next_tokens for step in steps]),
         is_last=(True,) * len(places),
-        kv=newest.kv,
-        max_kv_tokens=max(step.max_kv_tokens for step in steps),
+        **_laid(steps, lay),
     )
