@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from octavo.bench.engines import Peer, peer_python
+from octavo.bench.engines import Peer, peer_python, run
 from octavo.bench.scratch import scratch_pages
 from octavo.bench.workload import Case
 from octavo.kv.sizing import PoolSizes, min_swa_pages
@@ -217,7 +217,7 @@ def peer_speed(args: argparse.Namespace, ids: Sequence[int], length: int, stream
     peer = Peer(args.peer, python, str(path), threads=args.threads, streams=streams, context_tokens=length + 2 * PIECE)
     try:
         case = Case("depth", streams, length, args.steps + WARM_STEPS + 1)
-        sample = peer.run([list(ids[:length])] * streams, case)
+        sample = run(peer, [list(ids[:length])] * streams, case)
         described = peer.describe()
     finally:
         peer.close()

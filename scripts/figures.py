@@ -3,7 +3,9 @@
     python scripts/figures.py [--check]
 
 benchmarks/results/figures.json lists the rows: {"row": text, "file": result, "engine", "mode", "case", "against"}.
-`case` is the label in the result; the ratio is taken inside that one result, against another engine's plain line.
+`case` is the label in the result; the ratio is taken inside that one result, against another engine's plain line: the
+median over the rounds in which both took turns. A row is refused if a speed varied by more than a tenth, unless there were
+rounds enough to know the ratio to a tenth nevertheless.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from octavo.bench.measure import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,6 +34,13 @@ def find(lines: list[dict[str, Any]], engine: str, mode: str, case: str) -> dict
     return best
 
 
+def compare(ours: dict[str, Any], peer: dict[str, Any]) -> Ratio:
+    """How they compare in each round, in the speed that lines of their kind are judged by."""
+    kind = "prefill" if ours["output_tokens"] == 1 else "decode" if ours["streams"] == 1 else "output"
+    speeds = (line["repeats"][f"{kind}_tokens_per_s"] for line in (ours, peer))
+    return Ratio([a / b for a, b in zip(*speeds, strict=True)])
+
+
 def table() -> str:
     """The table in Markdown; empty while nothing has been measured."""
     rows = json.loads((RESULTS / "figures.json").read_text()) if (RESULTS / "figures.json").exists() else []
@@ -42,12 +53,13 @@ def table() -> str:
         result = json.loads((RESULTS / row["file"]).read_text())
         ours = find(result["lines"], "octavo", row.get("mode", "plain"), row["case"])
         peer = find(result["lines"], row["against"], row.get("against_mode", "plain"), row["case"])
-        if ours["void"] or peer["void"]:
+        ratio = compare(ours, peer)
+        if (ours["void"] or peer["void"]) and ratio.void:
             raise SystemExit(f"figures: {row['file']} has a spread over 10 % on {row['case']!r}; measure again")
-        ratio = ours["median_tokens_per_s"] / peer["median_tokens_per_s"]
+        low, high = ratio.interval
         out.append(
             f"| {row['row']} | {ours['median_tokens_per_s']:.0f} tokens/s | "
-            f"{row['against']} {peer['median_tokens_per_s']:.0f} tokens/s | {ratio:.2f} | "
+            f"{row['against']} {peer['median_tokens_per_s']:.0f} tokens/s | {ratio.median:.2f} ({low:.2f}–{high:.2f}) | "
             f"[{row['file']}](benchmarks/results/{row['file']}): {result['cpu']}, {result['cores']} cores |"
         )
     return "\n".join(out) + "\n" if len(out) > 2 else ""

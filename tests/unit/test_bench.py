@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo.bench import measure, record
-from octavo.bench.engines import Peer, PeerFailed, Sample, peer_python
+from octavo.bench.engines import Peer, PeerFailed, Sample, peer_python, run
 from octavo.bench.workload import Case, ChatPrompts, DepthPrompts, read_prompts, read_text
 from octavo.errors import ConfigError, UserError
 
@@ -107,31 +107,41 @@ def test_one_token_answers_compare_prefill_and_streams_compare_throughput() -> N
     assert many.median == pytest.approx(5)
 
 
+class Named:
+    """An engine that writes down when it has a turn; its answer comes with the last of `pieces`."""
+
+    threads, mode = 1, "plain"
+
+    def __init__(self, name: str, order: list[str], pieces: int = 1) -> None:
+        self.name, self.order, self.count = name, order, pieces
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def pieces(self, prompts: Sequence[list[int]], case: Case) -> Iterator[Sample | None]:
+        for left in range(self.count, 0, -1):
+            self.order.append(self.name)
+            yield None if left > 1 else Sample(float(self.count), [0.5], 0.5, [[1, 2]])
+
+    def close(self) -> None: ...
+
+
 def test_engines_take_turns_after_a_warm_up() -> None:
     order: list[str] = []
-
-    class Named:
-        threads, mode = 1, "plain"
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def describe(self) -> dict[str, Any]:
-            return {}
-
-        def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
-            order.append(self.name)
-            return Sample(1.0, [0.5], 0.5, [[1, 2]])
-
-        def close(self) -> None: ...
-
     told: list[str] = []
-    lines = measure.measure(
-        [Named("a"), Named("b")], [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words, 3)}, 2, told.append
-    )
+    engines = [Named("a", order), Named("b", order)]
+    lines = measure.measure(engines, [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words, 3)}, 2, told.append)
     assert "".join(order) == "ab" + "abbaab" + "baabba", "group by group, each as often the first as it can be"
     assert [len(line.output_ids) for line in lines] == [3, 3] and len(lines[0].speed) == 2
     assert "repeat 2 of 2, prompts 3 of 3" in told[-1]
+
+
+def test_engines_take_turns_piece_by_piece() -> None:
+    order: list[str] = []
+    engines = [Named("a", order), Named("b", order, pieces=3), Named("c", order, pieces=2)]
+    lines = measure.measure(engines, [Case("depth", 1, 8, 2)], {"depth": DepthPrompts(words)}, 1, str)
+    assert "".join(order) == "abbbcc" + "abcbcb", "warm-ups one by one, then whoever has more to do goes on in turns"
+    assert [line.output_tokens_per_s for line in lines] == [[2.0], [2 / 3], [1.0]]
 
 
 def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() -> None:
@@ -150,12 +160,27 @@ def test_a_peer_is_judged_by_its_best_thread_count_and_identity_is_reported() ->
 
 
 def test_ratios_are_told_round_by_round() -> None:
-    """A machine that gets slower voids both lines; how they compare in each round still says something."""
+    """A machine that gets slower voids both lines; how they compare in each round says what is asked."""
     ours, theirs = line([200, 100, 150]), line([100, 50, 50], "llama.cpp")
     document = record.document([ours, theirs], {}, {"name": "m"}, {})
-    assert document["lines"][0]["void"] and document["lines"][0]["ratios"] == {"llama.cpp": pytest.approx(3.0)}
+    assert document["lines"][0]["void"] and document["lines"][0]["ratios"] == {"llama.cpp": pytest.approx(2.0)}
+    assert document["lines"][0]["ratio_intervals"] == {"llama.cpp": pytest.approx([2.0, 3.0])}
     assert document["lines"][0]["ratios_by_repeat"] == {"llama.cpp": pytest.approx([2.0, 2.0, 3.0])}
-    assert "3.00 × llama.cpp (2.00–3.00)" in record.table([ours, theirs])
+    assert "2.00 × llama.cpp (2.00–3.00, void)" in record.table([ours, theirs])
+
+
+@pytest.mark.parametrize(("rounds", "outside"), [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5), (40, 13)])
+def test_the_interval_of_a_ratio_is_that_of_the_sign_test(rounds: int, outside: int) -> None:
+    """As in tables of the sign test's critical values for 5 % (two-sided): of 9 one, of 20 five may lie beyond."""
+    values = [1.0 + n / 100 for n in range(rounds)]
+    assert measure.Ratio(values[::-1]).interval == (values[outside], values[rounds - 1 - outside])
+
+
+def test_more_rounds_make_a_ratio_sure_where_their_range_cannot() -> None:
+    noise = [0.9, 1.1, 0.99, 1.01, 1.0]
+    assert measure.Ratio(noise).void
+    many = measure.Ratio(noise * 6)
+    assert not many.void and many.median == 1.0 and many.interval == (0.99, 1.01)
 
 
 def test_divergences_name_the_place_and_the_margin() -> None:
@@ -262,17 +287,17 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_peer_answers_over_json_lines_whatever_it_prints(peer: Peer) -> None:
     assert peer.describe()["streams"] == 3
-    sample = peer.run([[1, 2]], Case("depth", 1, 2, 4))
+    sample = run(peer, [[1, 2]], Case("depth", 1, 2, 4))
     assert sample.output_ids == [[7, 7, 7, 7]]
     assert sample.step_s == [0.5, 0.25]
 
 
 def test_a_peer_that_fails_or_dies_says_why(peer: Peer) -> None:
     with pytest.raises(PeerFailed, match="ValueError: unlucky"):
-        peer.run([[1]], Case("depth", 1, 1, 13))
-    assert peer.run([[1]], Case("depth", 1, 1, 2)).wall_s == 2.0
+        run(peer, [[1]], Case("depth", 1, 1, 13))
+    assert run(peer, [[1]], Case("depth", 1, 1, 2)).wall_s == 2.0
     with pytest.raises(PeerFailed, match="exit code 1.*gone"):
-        peer.run([[1]], Case("depth", 1, 1, 14))
+        run(peer, [[1]], Case("depth", 1, 1, 14))
 
 
 def test_a_peer_whose_asker_is_killed_does_not_compute_on(peer: Peer) -> None:

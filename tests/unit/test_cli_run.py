@@ -12,13 +12,15 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 from safetensors.torch import save_file
 
-from octavo.bench.engines import Ours
+from octavo.bench import engines
+from octavo.bench.engines import Ours, run
 from octavo.bench.workload import Case
 from octavo.cli import main
 from octavo.config import EngineConfig
@@ -223,10 +225,15 @@ def test_bench_measures_and_records(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
 
 
-def test_streams_ask_again_when_they_have_their_answer(model: Path) -> None:
+def test_streams_ask_again_when_they_have_their_answer_and_pause_in_between(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0  # passes in pauses only
+    monkeypatch.setattr(engines, "PIECE_S", -1.0)  # a pause behind every step
+    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic))
     ours = Ours("plain", EngineConfig(model=str(model), threads=1, kv_memory=16 << 20))
     prompts = [[5, 6, 7], [9] * 12, [8, 3], [11] * 5, [4, 4, 9, 2]]
-    alone = [ours.run([prompt], Case("chat", 1, None, 6)).output_ids[0] for prompt in prompts]
+    alone = [run(ours, [prompt], Case("chat", 1, None, 6)).output_ids[0] for prompt in prompts]
     core, together = ours.llm.core, []
     step = core.step
 
@@ -235,7 +242,13 @@ def test_streams_ask_again_when_they_have_their_answer(model: Path) -> None:
         return step()
 
     core.step = watched  # type: ignore[method-assign]
-    sample = ours.run(prompts, Case("chat", 2, None, 6))
+    pieces = []
+    for piece in ours.pieces(prompts, Case("chat", 2, None, 6)):
+        pieces.append(piece)
+        now += 9.0
+    *pauses, sample = pieces
+    assert sample is not None and pauses == [None] * (len(together) - 1)
+    assert (sample.wall_s, sample.first_token_s) == (0.0, [0.0] * 5), "pauses do not count"
     assert sample.output_ids == alone and len(sample.first_token_s) == len(sample.figures) == 5
     assert max(together) == 2
     ours.close()

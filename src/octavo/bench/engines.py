@@ -1,4 +1,5 @@
-"""Engines behind one face: this one in a mode of its own, or a peer in its own process. Each times one group."""
+"""Engines behind one face: this one in a mode of its own, or a peer in its own process. Each times one group, this one
+in pieces where there are several streams: what others compute in between is not in its times."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -25,13 +26,15 @@ from octavo.params import SamplingParams
 if TYPE_CHECKING:
     from octavo import LLM
 
+PIECE_S = 0.5  # how long this engine runs before others have a turn
+
 PEERS = {"llama.cpp": "llamacpp_peer.py", "vllm": "vllm_peer.py", "transformers": "transformers_peer.py"}
 
 
 @dataclass
 class Sample:
     """One timed group, as many requests at a time as the case has streams; `output_ids` and `figures` per prompt.
-    `first_token_s` counts from a request's own start, the other seconds from the first one's."""
+    `first_token_s` counts from a request's own start, the other seconds from the first one's. Pauses do not count."""
 
     wall_s: float
     first_token_s: list[float]
@@ -48,9 +51,18 @@ class Engine(Protocol):
 
     def describe(self) -> dict[str, Any]: ...
 
-    def run(self, prompts: Sequence[list[int]], case: Case) -> Sample: ...
+    def pieces(self, prompts: Sequence[list[int]], case: Case) -> Iterator[Sample | None]:
+        """One group: None wherever others may have a turn, at last the sample."""
+        ...
 
     def close(self) -> None: ...
+
+
+def run(engine: Engine, prompts: Sequence[list[int]], case: Case) -> Sample:
+    """One group in one piece."""
+    *_, sample = engine.pieces(prompts, case)
+    assert sample is not None, "an engine's last piece is its sample"
+    return sample
 
 
 class Ours:
@@ -71,39 +83,44 @@ class Ours:
     def describe(self) -> dict[str, Any]:
         return {"startup": list(self.llm.startup_lines()), "load_s": self.load_s}
 
-    def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
+    def pieces(self, prompts: Sequence[list[int]], case: Case) -> Iterator[Sample | None]:
         params = SamplingParams(temperature=case.temperature, max_tokens=case.output_tokens, ignore_eos=True, seed=1)
-        start = time.perf_counter()
         if len(prompts) > case.streams:
-            results = self._streams(prompts, params, case.streams)
-        else:
-            results = self.llm.generate(list(prompts), params)
+            yield from self._streams(prompts, params, case.streams)
+            return
+        start = time.perf_counter()
+        results = self.llm.generate(list(prompts), params)
         wall_s = time.perf_counter() - start
-        metrics = [metrics_dict(result.metrics) for result in results]
-        first_s = [float(m["ttft_s"]) for m in metrics]
-        return Sample(
-            wall_s=wall_s,
-            first_token_s=first_s,
-            decode_s=wall_s - max(first_s),
-            output_ids=[list(result.token_ids) for result in results],
-            figures=metrics,
-        )
+        yield _sample(results, [result.metrics.ttft_s or 0.0 for result in results], wall_s)
 
-    def _streams(self, prompts: Sequence[list[int]], params: SamplingParams, streams: int) -> list[RequestOutput]:
-        """Answers in order; `streams` clients, each of which asks again when it has its answer."""
+    def _streams(
+        self, prompts: Sequence[list[int]], params: SamplingParams, streams: int
+    ) -> Iterator[Sample | None]:
+        """`streams` clients, each of which asks again when it has its answer. Between two steps nothing is under way
+        (without `--overlap`), so a pause there changes nothing."""
         core, results = self.llm.core, [collect.empty(str(i), ids, 1) for i, ids in enumerate(prompts)]
-        waiting, running = deque(results), 0
+        waiting, running, paused_s = deque(results), 0, 0.0
+        asked_s, first_s = [0.0] * len(results), [-1.0] * len(results)
+        start = resumed = time.perf_counter()
         while waiting or running:
             while waiting and running < streams:
                 asked = waiting.popleft()
+                asked_s[int(asked.request_id)] = time.perf_counter() - paused_s
                 core.add_request(EngineRequest(asked.request_id, asked.prompt_token_ids, params, time.monotonic()))
                 running += 1
             for piece in core.step():
                 if piece.error is not None:
                     raise piece.error
-                collect.add(results[int(piece.request_id)], piece)
+                at = int(piece.request_id)
+                collect.add(results[at], piece)
+                if first_s[at] < 0 and results[at].token_ids:
+                    first_s[at] = time.perf_counter() - paused_s - asked_s[at]
                 running -= piece.finished
-        return results
+            if (now := time.perf_counter()) - resumed > PIECE_S and (waiting or running):
+                yield None
+                resumed = time.perf_counter()
+                paused_s += resumed - now
+        yield _sample(results, first_s, time.perf_counter() - paused_s - start)
 
     def top2_margin(self, ids: list[int]) -> float:
         """Log-probability of the likeliest next token minus that of the second."""
@@ -114,6 +131,16 @@ class Ours:
 
     def close(self) -> None:
         self.llm.close()
+
+
+def _sample(results: Sequence[RequestOutput], first_token_s: list[float], wall_s: float) -> Sample:
+    return Sample(
+        wall_s=wall_s,
+        first_token_s=first_token_s,
+        decode_s=wall_s - max(first_token_s),
+        output_ids=[list(result.token_ids) for result in results],
+        figures=[metrics_dict(result.metrics) for result in results],
+    )
 
 
 class PeerFailed(OctavoError):
@@ -159,7 +186,8 @@ class Peer:
     def describe(self) -> dict[str, Any]:
         return self.info
 
-    def run(self, prompts: Sequence[list[int]], case: Case) -> Sample:
+    def pieces(self, prompts: Sequence[list[int]], case: Case) -> Iterator[Sample | None]:
+        """A peer answers a group in one piece."""
         answer = self._ask(
             op="run",
             prompts=list(prompts),
@@ -167,7 +195,7 @@ class Peer:
             output_tokens=case.output_tokens,
             temperature=case.temperature,
         )
-        return Sample(
+        yield Sample(
             wall_s=answer["wall_s"],
             first_token_s=answer["first_token_s"],
             decode_s=answer["decode_s"],

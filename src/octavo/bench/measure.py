@@ -1,26 +1,58 @@
 """Alternating repeats, medians and spreads.
 
-Every engine runs each case once as a warm-up, then the engines take turns, group of prompts by group, for `repeats`
-rounds, so that a machine that slows down slows all of them. The median counts; where the range is more than a tenth of
-it, the line is void.
+Every engine runs each case once as a warm-up, then the engines take turns, group of prompts by group and piece by
+piece, for `repeats` rounds, so that a machine that slows down slows all of them. The median counts. Where the range of
+a speed is more than a tenth of it, the line is void; a ratio has an interval of its own, from the rounds (`Ratio`).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from octavo.bench.engines import Engine, Sample
+from octavo.bench.engines import Engine, Sample, run
 from octavo.bench.workload import Case
 
 VOID_SPREAD = 0.10
+SURE = 0.95  # that the median of a ratio lies in its interval
 TOLD = 4  # times that progress is told in one repeat
 
 
 class Prompts(Protocol):
     def groups(self, case: Case, repeat: int) -> list[list[list[int]]]: ...
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast one engine is as another, in each round in which they took turns. What slows a machine
+    for longer than a round is not in it."""
+
+    rounds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the true median lies with at least `SURE` probability, whatever the noise is like: it misses the range
+        from the k-th smallest to the k-th largest of n rounds with 2·P(Binomial(n, ½) < k) (the interval of the sign
+        test). Fewer than six rounds do not suffice; then it is their range (five: 94 %)."""
+        values, n = sorted(self.rounds), len(self.rounds)
+        skipped, missed = 0, 2 * 0.5**n
+        while missed + 2 * math.comb(n, skipped + 1) * 0.5**n <= 1 - SURE:
+            skipped += 1
+            missed += 2 * math.comb(n, skipped) * 0.5**n
+        return values[skipped], values[n - 1 - skipped]
+
+    @property
+    def void(self) -> bool:
+        """Known to less than a tenth."""
+        low, high = self.interval
+        return high - low > VOID_SPREAD * self.median
 
 
 @dataclass(frozen=True)
@@ -155,20 +187,33 @@ def measure(
         row = [Line(case, engine.name, engine.mode, engine.threads) for engine in engines]
         for engine in engines:  # warm-up: first touches, thread pools, frequency
             progress(f"{case.label}: {engine.name} {engine.mode}, warm-up")
-            engine.run(prompts[case.kind].groups(case, repeats)[0], case)
+            run(engine, prompts[case.kind].groups(case, repeats)[0], case)
         for repeat in range(repeats):
             groups = prompts[case.kind].groups(case, repeat)
             samples: list[list[Sample]] = [[] for _ in engines]
             for number, group in enumerate(groups):
                 if number * TOLD // len(groups) != (number - 1) * TOLD // len(groups):
                     progress(f"{case.label}: repeat {repeat + 1} of {repeats}, prompts {number + 1} of {len(groups)}")
-                for turn in range(len(engines)):  # nobody always runs behind the same other one
-                    at = (repeat + number + turn) % len(engines)
-                    samples[at].append(engines[at].run(group, case))
+                for at, sample in _in_turns(engines, group, case, first=repeat + number):
+                    samples[at].append(sample)
             for line, own in zip(row, samples, strict=True):
                 line.add(own, groups)
         lines.extend(row)
     return lines
+
+
+def _in_turns(
+    engines: Sequence[Engine], group: list[list[int]], case: Case, first: int
+) -> Iterator[tuple[int, Sample]]:
+    """Every engine's sample of one group as it is there, with the engine's number. Number `first` (modulo) begins, so
+    that nobody always runs behind the same other one."""
+    order = [(first + turn) % len(engines) for turn in range(len(engines))]
+    under_way = {at: engines[at].pieces(group, case) for at in order}
+    while under_way:
+        for at, pieces in list(under_way.items()):
+            if (sample := next(pieces)) is not None:
+                del under_way[at]
+                yield at, sample
 
 
 def divergences(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import hardware
-from octavo.bench.measure import Line, identical_share
+from octavo.bench.measure import Line, Ratio, identical_share
 
 SCHEMA = "octavo-bench-1"
 
@@ -86,10 +86,18 @@ def document(
         "engines": engines,
         "seeds": seeds,
         "peak_memory_bytes": peak_memory_bytes(),
-        "lines": [
-            line.summary() | {"ratios": _ratios(line, lines), "ratios_by_repeat": _by_repeat(line, lines)}
-            for line in lines
-        ],
+        "lines": [line.summary() | _compared(line, lines) for line in lines],
+    }
+
+
+def _compared(line: Line, lines: Sequence[Line]) -> dict[str, Any]:
+    """This engine's line over those it is compared with, as plain data."""
+    ratios, identical = _ratios(line, lines), _identical(line, lines)
+    return {
+        "ratios": {name: ratio.median for name, ratio in ratios.items()}
+        | ({} if identical is None else {"identical_to_plain": identical}),
+        "ratio_intervals": {name: list(ratio.interval) for name, ratio in ratios.items()},
+        "ratios_by_repeat": {name: ratio.rounds for name, ratio in ratios.items()},
     }
 
 
@@ -104,21 +112,17 @@ def _others(line: Line, lines: Sequence[Line]) -> dict[str, Line]:
     }
 
 
-def _by_repeat(line: Line, lines: Sequence[Line]) -> dict[str, list[float]]:
-    """The ratio of every round, in which the engines took turns: what slows a machine for longer is not in it."""
+def _ratios(line: Line, lines: Sequence[Line]) -> dict[str, Ratio]:
     return {
-        name: [a / b for a, b in zip(line.speed, other.speed, strict=True)]
+        name: Ratio([a / b for a, b in zip(line.speed, other.speed, strict=True)])
         for name, other in _others(line, lines).items()
     }
 
 
-def _ratios(line: Line, lines: Sequence[Line]) -> dict[str, float]:
-    """This engine's line over those it is compared with."""
-    others = _others(line, lines)
-    ratios = {name: line.median / other.median for name, other in others.items()}
-    if "plain" in others:
-        ratios["identical_to_plain"] = identical_share(line, others["plain"])
-    return ratios
+def _identical(line: Line, lines: Sequence[Line]) -> float | None:
+    """Share of outputs that are the plain ones; None where there are none to compare with."""
+    plain = _others(line, lines).get("plain")
+    return None if plain is None else identical_share(line, plain)
 
 
 def save(result: dict[str, Any], path: Path) -> None:
@@ -127,14 +131,14 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """For people. A line whose spread is over a tenth is marked void."""
+    """For people. A speed whose spread, a ratio whose interval is over a tenth is marked void."""
     head = ["work", "engine", "mode", "threads", "tokens/s", "spread", "first token", "accept", "ratio"]
     rows = [head]
     for line in best_threads(lines):
-        ratios, rounds = _ratios(line, lines), _by_repeat(line, lines)
-        shown = ", ".join(f"{ratios[name]:.2f} × {name}{_range(each)}" for name, each in rounds.items())
-        if ratios.get("identical_to_plain", 1.0) < 1.0:
-            shown += f" ({ratios['identical_to_plain']:.0%} identical{_margins(line)})"
+        shown = ", ".join(_shown(name, ratio) for name, ratio in _ratios(line, lines).items())
+        identical = _identical(line, lines)
+        if identical is not None and identical < 1:
+            shown += f" ({identical:.0%} identical{_margins(line)})"
         rows.append(
             [
                 line.case.label,
@@ -151,9 +155,10 @@ def table(lines: Sequence[Line]) -> str:
     return render(rows)
 
 
-def _range(ratios: Sequence[float]) -> str:
-    """The least and the largest ratio of a round."""
-    return f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+def _shown(name: str, ratio: Ratio) -> str:
+    low, high = ratio.interval
+    sure = f" ({low:.2f}–{high:.2f}{', void' if ratio.void else ''})" if len(ratio.rounds) > 1 else ""
+    return f"{ratio.median:.2f} × {name}{sure}"
 
 
 def _margins(line: Line) -> str:
