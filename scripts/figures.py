@@ -4,8 +4,8 @@
 
 benchmarks/results/figures.json lists the rows: {"row": text, "file": result, "engine", "mode", "case", "against"}.
 `case` is the label in the result; the ratio is taken inside that one result, against another engine's plain line: the
-median over the rounds in which both took turns. A row is refused if a speed varied by more than a tenth, unless there were
-rounds enough to know the ratio to a tenth nevertheless.
+median over the rounds in which both took turns. A row is refused if a speed varied by more than a tenth, unless there
+were rounds enough to know the ratio to a tenth nevertheless.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def table() -> str:
         low, high = ratio.interval
         out.append(
             f"| {row['row']} | {ours['median_tokens_per_s']:.0f} tokens/s | "
-            f"{row['against']} {peer['median_tokens_per_s']:.0f} tokens/s | {ratio.median:.2f} ({low:.2f}–{high:.2f}) | "
+            f"{row['against']} {peer['median_tokens_per_s']:.0f} tokens/s | "
+            f"{ratio.median:.2f} ({low:.2f}–{high:.2f}) | "
             f"[{row['file']}](benchmarks/results/{row['file']}): {result['cpu']}, {result['cores']} cores |"
         )
     return "\n".join(out) + "\n" if len(out) > 2 else ""
