@@ -29,7 +29,8 @@ _SAMPLES = 9  # step times kept per (batch, length); their (lower) median is the
 GAIN = 1.02  # drafting must beat plain decode by this much
 _NOW_SAMPLES = 3  # a plain step of now is the median of so many
 _FRESH_STEPS = 8  # a plain step that was timed at most so many drafted steps ago is one of now
-_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS, _BURST_STEPS = 32, 512, 2
+_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS = 32, 512
+_BURST_ROWS, _BURST_STEPS = 3, 2  # a probe is one step where it has so many rows to learn from, else so many steps
 ROW_COST = 0.15  # cost of one drafted token relative to a plain step, before anything was measured
 _LEAST_ROW_COST = 0.04  # … and the least that one more token could cost: a length that cannot pay even so is not tried
 _CHECK_STEPS = 40  # while drafting, one step in so many goes to plain decode or a neighbouring length: costs change
@@ -161,7 +162,7 @@ class AdaptiveLength:
             return 0
         self._off_steps = 0
         self._interval = min(2 * self._interval, _LAST_PROBE_STEPS)
-        self._burst = _BURST_STEPS - 1
+        self._burst = 0 if batch >= _BURST_ROWS else _BURST_STEPS - 1
         self._forget()
         return self._probe_length()
 
