@@ -33,7 +33,7 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                 ;;
             prefill) bench "prefill.json" --prefill 512,1024 --peer llama.cpp ;;
             gemma)
-                model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 512 --turns 4 --peer llama.cpp
+                model=gemma3-270m bench "gemma.json" --accept-license --depth 128 --output-tokens 128 --turns 2 --repeats 30 --peer llama.cpp
                 ;;
             chat)
                 bench "chat.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --output-tokens 128 --peer llama.cpp
@@ -41,7 +41,8 @@ for part in "${@:-decode depth prefill gemma chat streams perplexity hisparse}";
                     --profile --plot docs/drafts-chat.svg
                 ;;
             streams)
-                bench "streams.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --streams 4,16 --output-tokens 128
+                bench "streams.json" --chat --mode plain,ngram,ngram+table,eagle3,dflash --streams 4,16 --output-tokens 128 \
+                    --repeats 9
                 bench "warm.json" --chat --limit 20 --temperature 0.8 --mode plain,ngram+table,eagle3,dflash \
                     --streams 1,4,16 --output-tokens 128
                 bench "scripted.json" --chat --limit 20 --mode plain,scripted,best --streams 1,4,16 --output-tokens 128
